@@ -1,0 +1,39 @@
+"""The bookkeeping and drafter ops, one per file: the plain JAX definition of each is its specification.
+
+Every op takes `backend=`: `"xla"` runs the definition itself, `"pallas"` and `"triton"` a kernel of the same name.
+"""
+
+from .accept_strict import accept_strict
+from .advance_ctx_len import advance_ctx_len
+from .backends import BackendUnavailable
+from .block_attention import block_attention
+from .block_placement import BlockPlacement, block_placement
+from .context_latents import context_latents, norm_rope
+from .gen_prologue import Prologue, gen_prologue
+from .markov_chain import markov_chain
+from .next_tokens import next_tokens
+from .noise_block import noise_block
+from .refresh_block_tables import refresh_block_tables
+from .scatter_context import scatter_context
+from .store_gen_context import store_gen_context
+from .write_block_latents import write_block_latents
+
+__all__ = [
+    "BackendUnavailable",
+    "BlockPlacement",
+    "Prologue",
+    "accept_strict",
+    "advance_ctx_len",
+    "block_attention",
+    "block_placement",
+    "context_latents",
+    "gen_prologue",
+    "markov_chain",
+    "next_tokens",
+    "noise_block",
+    "norm_rope",
+    "refresh_block_tables",
+    "scatter_context",
+    "store_gen_context",
+    "write_block_latents",
+]

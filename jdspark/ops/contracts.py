@@ -1,0 +1,222 @@
+"""What each op accepts, checked before anything runs: one function per op, shared by its JAX, torch and kernel forms.
+
+Each raises TypeError for a wrong dtype and ValueError for a wrong shape or static number, naming the operand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .checks import (
+    FLOATS,
+    INTEGERS,
+    Layout,
+    expect,
+    expect_gen_rows,
+    expect_number,
+    expect_same_dtype,
+    pool_dims,
+)
+
+
+def refresh_block_tables(encoded_offsets: Any, pool_idx: int, num_seqs: int, divisor: int) -> None:
+    op = "refresh_block_tables"
+    expect(op, "encoded_offsets", encoded_offsets, {"pools": None, "seqs": None, "2": 2, "max_blocks": None}, ("int32",))
+    expect_number(op, "pool_idx", pool_idx, 0, encoded_offsets.shape[0] - 1)
+    expect_number(op, "num_seqs", num_seqs, 0, encoded_offsets.shape[1])
+    expect_number(op, "divisor", divisor, 1)
+
+
+def gen_prologue(
+    accepted_tokens: Any, num_accepted: Any, ctx_len: Any, slots: Any, block_size: int, max_ctx: int, mask_token_id: int
+) -> None:
+    op = "gen_prologue"
+    expect(op, "accepted_tokens", accepted_tokens, {"B": None, "K+1": None}, INTEGERS)
+    num_gen, width = accepted_tokens.shape
+    expect_number(op, "the width K+1 of accepted_tokens", width, 1)
+    expect(op, "num_accepted", num_accepted, {"B": num_gen}, INTEGERS)
+    expect(op, "ctx_len", ctx_len, {"max_batch+1": None}, INTEGERS)
+    expect(op, "slots", slots, {"B": num_gen}, INTEGERS)
+    expect_number(op, "block_size", block_size, 1)
+    expect_number(op, "max_ctx", max_ctx, 0)
+    expect_number(op, "mask_token_id", mask_token_id, 0)
+
+
+def noise_block(embedding: Any, bonus: Any, block_size: int, mask_token_id: int, mask_row: Any) -> None:
+    op = "noise_block"
+    expect(op, "embedding", embedding, {"V": None, "H": None}, FLOATS)
+    vocab_size, hidden = embedding.shape
+    expect(op, "bonus", bonus, {"B": None}, INTEGERS)
+    expect_number(op, "block_size", block_size, 1)
+    if mask_row is None:
+        expect_number(op, "mask_token_id", mask_token_id, 0, vocab_size - 1)
+    else:
+        dims: dict[str, int | None] = {"H": hidden} if len(mask_row.shape) == 1 else {"1": 1, "H": hidden}
+        expect(op, "mask_row", mask_row, dims, FLOATS)
+
+
+def store_gen_context(
+    pool: Any,
+    latents: Any,
+    ctx_len: Any,
+    slots: Any,
+    num_accepted: Any,
+    block_tables: Any,
+    block_counts: Any,
+    layout: Layout,
+    first_row: int,
+) -> int:
+    """Returns K."""
+    op = "store_gen_context"
+    num_layers, _, _, width = pool_dims(op, pool, layout)
+    expect(op, "slots", slots, {"B": None}, INTEGERS)
+    num_gen = slots.shape[0]
+    expect(op, "latents", latents, {"B*(K+1)": None, "L": num_layers, "D": width})
+    expect_same_dtype(op, "latents", latents, pool)
+    expect(op, "ctx_len", ctx_len, {"max_batch+1": None}, INTEGERS)
+    expect(op, "num_accepted", num_accepted, {"B": num_gen}, INTEGERS)
+    _block_tables(op, block_tables)
+    expect(op, "block_counts", block_counts, {"rows": block_tables.shape[0]}, INTEGERS)
+    expect_gen_rows(op, first_row, num_gen, block_tables, "block_tables")
+    tokens_per_request = latents.shape[0] // max(num_gen, 1)
+    if tokens_per_request * num_gen != latents.shape[0] or (num_gen and not tokens_per_request):
+        raise ValueError(f"{op}: latents has {latents.shape[0]} rows, expected B*(K+1) with B={num_gen} from slots")
+    return tokens_per_request - 1
+
+
+def advance_ctx_len(
+    ctx_len: Any,
+    slots: Any,
+    num_accepted: Any,
+    block_counts: Any,
+    page_size: int,
+    block_size: int,
+    max_ctx: int,
+    first_row: int,
+) -> None:
+    op = "advance_ctx_len"
+    expect(op, "ctx_len", ctx_len, {"max_batch+1": None}, INTEGERS)
+    expect(op, "slots", slots, {"B": None}, INTEGERS)
+    num_gen = slots.shape[0]
+    expect(op, "num_accepted", num_accepted, {"B": num_gen}, INTEGERS)
+    expect(op, "block_counts", block_counts, {"rows": None}, INTEGERS)
+    expect_gen_rows(op, first_row, num_gen, block_counts, "block_counts")
+    expect_number(op, "page_size", page_size, 1)
+    expect_number(op, "block_size", block_size, 1)
+    expect_number(op, "max_ctx", max_ctx, 0)
+
+
+def scatter_context(pool: Any, latents: Any, rows: Any, positions: Any, block_tables: Any, layout: Layout) -> None:
+    op = "scatter_context"
+    num_layers, _, _, width = pool_dims(op, pool, layout)
+    expect(op, "latents", latents, {"N": None, "L": num_layers, "D": width})
+    expect_same_dtype(op, "latents", latents, pool)
+    num_tokens = latents.shape[0]
+    expect(op, "rows", rows, {"N": num_tokens}, INTEGERS)
+    expect(op, "positions", positions, {"N": num_tokens}, INTEGERS)
+    _block_tables(op, block_tables)
+    expect_number(op, "the row count of block_tables", block_tables.shape[0], 1)
+
+
+def block_placement(
+    advertised: Any, block_tables: Any, block_size: int, page_size: int, first_row: int, block_counts: Any
+) -> None:
+    op = "block_placement"
+    expect(op, "advertised", advertised, {"B": None}, INTEGERS)
+    _block_tables(op, block_tables)
+    expect_number(op, "block_size", block_size, 1)
+    expect_number(op, "page_size", page_size, 1)
+    expect_gen_rows(op, first_row, advertised.shape[0], block_tables, "block_tables")
+    if block_counts is not None:
+        expect(op, "block_counts", block_counts, {"rows": block_tables.shape[0]}, INTEGERS)
+
+
+def write_block_latents(pool: Any, block_latents: Any, placement: Any, layout: Layout, layer: int | None) -> None:
+    op = "write_block_latents"
+    num_layers, _, _, width = pool_dims(op, pool, layout)
+    expect(op, "placement.pages", placement.pages, {"B": None, "block_size": None}, INTEGERS)
+    num_gen, block_size = placement.pages.shape
+    expect(op, "placement.offsets", placement.offsets, {"B": num_gen, "block_size": block_size}, INTEGERS)
+    dims: dict[str, int | None] = {"B": num_gen, "block_size": block_size, "D": width}
+    if layer is None:
+        dims = {"L": num_layers, **dims}
+    else:
+        expect_number(op, "layer", layer, 0, num_layers - 1)
+    expect(op, "block_latents", block_latents, dims)
+    expect_same_dtype(op, "block_latents", block_latents, pool)
+
+
+def accept_strict(logits: Any, draft_tokens: Any, num_contexts: int, force: float) -> None:
+    op = "accept_strict"
+    expect(op, "draft_tokens", draft_tokens, {"B": None, "K": None}, INTEGERS)
+    num_gen, K = draft_tokens.shape
+    expect_number(op, "num_contexts", num_contexts, 0)
+    expect(op, "logits", logits, {"num_contexts + B*(K+1)": num_contexts + num_gen * (K + 1), "V": None}, FLOATS)
+    expect_number(op, "the vocabulary V of logits", logits.shape[1], 1)
+    if not math.isfinite(force) or force < 0:
+        raise ValueError(f"{op}: force is {force}, expected a finite number >= 0 (0 = off)")
+
+
+def markov_chain(base_logits: Any, anchor: Any, w1: Any, w2: Any) -> None:
+    op = "markov_chain"
+    expect(op, "base_logits", base_logits, {"B": None, "K": None, "V": None}, FLOATS)
+    num_gen, _, vocab_size = base_logits.shape
+    expect(op, "anchor", anchor, {"B": num_gen}, INTEGERS)
+    expect(op, "w1", w1, {"V1": None, "r": None}, FLOATS)
+    expect_number(op, "the rank r of w1", w1.shape[1], 1)
+    expect_number(op, "the rows V1 of w1", w1.shape[0], vocab_size)
+    expect(op, "w2", w2, {"V": vocab_size, "r": w1.shape[1]}, FLOATS)
+    expect_same_dtype(op, "w2", w2, w1)
+
+
+def next_tokens(accepted_tokens: Any, num_accepted: Any, draft_tokens: Any) -> int:
+    """Returns num_contexts."""
+    op = "next_tokens"
+    expect(op, "accepted_tokens", accepted_tokens, {"rows": None, "K+1": None}, INTEGERS)
+    rows, width = accepted_tokens.shape
+    expect_number(op, "the width K+1 of accepted_tokens", width, 1)
+    expect(op, "num_accepted", num_accepted, {"rows": rows}, INTEGERS)
+    expect(op, "draft_tokens", draft_tokens, {"B": None, "K": width - 1}, INTEGERS)
+    num_contexts = rows - draft_tokens.shape[0]
+    expect_number(op, "rows - B", num_contexts, 0)
+    return num_contexts
+
+
+def context_latents(projected: Any, positions: Any, kv_a_proj: Any, kv_a_norm: Any, cos: Any, sin: Any) -> None:
+    op = "context_latents"
+    expect(op, "kv_a_proj", kv_a_proj, {"L": None, "D": None, "H": None}, FLOATS)
+    num_layers, width, hidden = kv_a_proj.shape
+    expect(op, "projected", projected, {"N": None, "H": hidden}, FLOATS)
+    expect(op, "positions", positions, {"N": projected.shape[0]}, INTEGERS)
+    expect(op, "kv_a_norm", kv_a_norm, {"L": num_layers, "kv_lora_rank": None}, FLOATS)
+    rope_dim = width - kv_a_norm.shape[1]
+    expect_number(op, "the rope width D - kv_lora_rank", rope_dim, 0)
+    expect(op, "cos", cos, {"length": None, "rope/2": rope_dim // 2}, ("float32",))
+    expect(op, "sin", sin, {"length": cos.shape[0], "rope/2": rope_dim // 2}, ("float32",))
+
+
+def block_attention(
+    query: Any,
+    block_latents: Any,
+    pool: Any,
+    page_tables: Any,
+    advertised: Any,
+    layer: int,
+    kv_lora_rank: int,
+    layout: Layout,
+) -> None:
+    op = "block_attention"
+    num_layers, _, _, width = pool_dims(op, pool, layout)
+    expect(op, "query", query, {"B": None, "block_size": None, "heads": None, "D": width}, FLOATS)
+    num_gen, block_size = query.shape[:2]
+    expect(op, "block_latents", block_latents, {"B": num_gen, "block_size": block_size, "D": width}, FLOATS)
+    expect(op, "page_tables", page_tables, {"B": num_gen, "max_blocks": None}, INTEGERS)
+    expect(op, "advertised", advertised, {"B": num_gen}, INTEGERS)
+    expect_number(op, "layer", layer, 0, num_layers - 1)
+    expect_number(op, "kv_lora_rank", kv_lora_rank, 1, width)
+
+
+def _block_tables(op: str, block_tables: Any) -> None:
+    expect(op, "block_tables", block_tables, {"rows": None, "max_blocks": None}, INTEGERS)
+    expect_number(op, "the width max_blocks of block_tables", block_tables.shape[1], 1)

@@ -1,0 +1,38 @@
+"""Writing latents into the paged pool: the one place where an order between writes is decided."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from .checks import Layout
+
+
+def overwritten(destinations: jax.Array) -> jax.Array:
+    """`[N]` bool: entry i is true if a later entry has the same destination. Quadratic; N is a step's or chunk's rows."""
+    order = jnp.arange(destinations.shape[0])
+    same = destinations[:, None] == destinations[None, :]
+    return jnp.any(same & (order[:, None] < order[None, :]), axis=1)
+
+
+def write_latents(
+    pool: jax.Array, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layout: Layout, layer: int | None = None
+) -> jax.Array:
+    """Write `latents [N, L, D]` (`[N, D]` for a single `layer`) at `pages [N]`, `offsets [N]`.
+
+    Writes act in row order, so where two land on the same place the last one wins: XLA leaves that open, so the losers
+    are dropped first. A page outside the pool writes nothing.
+    """
+    pool = jnp.asarray(pool)
+    num_pages = pool.shape[1] if layout == "layer_major" else pool.shape[0]
+    page_size = pool.shape[2]
+    outside = (pages < 0) | (pages >= num_pages)
+    dropped = outside | overwritten(jnp.where(outside, -1, pages * page_size + offsets))
+    # Dropped rows get distinct pages past the end: out of bounds for the scatter, and the indices stay unique.
+    pages = jnp.where(dropped, num_pages + jnp.arange(pages.shape[0], dtype=pages.dtype), pages)
+    if layout == "layer_major":
+        target = pool.at[:, pages, offsets] if layer is None else pool.at[layer, pages, offsets]
+        latents = jnp.swapaxes(latents, 0, 1) if layer is None else latents
+    else:
+        target = pool.at[pages, :, offsets] if layer is None else pool.at[pages, layer, offsets]
+    return target.set(latents, mode="drop", unique_indices=True)

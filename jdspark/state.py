@@ -1,0 +1,85 @@
+"""What a run carries from step to step: the latent pool and the context lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .config import DrafterConfig, Geometry
+from .ops.checks import dtype_name
+from .rope import yarn_tables
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Functional state: a step takes one and returns the next. The one it took is donated, so it is gone."""
+
+    pool: jax.Array
+    """`[L, num_pages, P, D]` latents, or `[num_pages, L, P, D]` for a page-major geometry."""
+    ctx_len: jax.Array
+    """`[max_batch + 1]` int32 context tokens stored per slot; the last is the dummy's, always 0."""
+    force_counter: jax.Array
+    """int32 scalar: steps that drew a forced acceptance from the fixed pool."""
+    rope_cos: jax.Array
+    """`[rope_length, qk_rope_head_dim / 2]` fp32; never changes."""
+    rope_sin: jax.Array
+    config: DrafterConfig = dataclasses.field(metadata={"static": True})
+    geometry: Geometry = dataclasses.field(metadata={"static": True})
+
+
+def pool_shape(config: DrafterConfig, geometry: Geometry) -> tuple[int, int, int, int]:
+    """The latent pool's shape in the geometry's layout."""
+    layers, pages = config.num_hidden_layers, geometry.num_pages
+    outer = (layers, pages) if geometry.layout == "layer_major" else (pages, layers)
+    return (*outer, geometry.page_size, config.latent_dim)
+
+
+def init_state(config: DrafterConfig, geometry: Geometry, *, dtype: Any = jnp.bfloat16) -> DecodeState:
+    """An empty state: a zeroed pool of the weights' `dtype`, no context in any slot, the YaRN tables.
+
+    Raises ValueError if the geometry does not fit the drafter.
+    """
+    geometry.check(config)
+    cos, sin = yarn_tables(config, geometry.rope_length(config))
+    return DecodeState(
+        pool=jnp.zeros(pool_shape(config, geometry), dtype),
+        ctx_len=jnp.zeros(geometry.max_batch + 1, jnp.int32),
+        force_counter=jnp.zeros((), jnp.int32),
+        rope_cos=jnp.asarray(cos),
+        rope_sin=jnp.asarray(sin),
+        config=config,
+        geometry=geometry,
+    )
+
+
+def check_state(caller: str, state: DecodeState, weights_dtype: Any) -> None:
+    """Raise before dispatch if a state cannot be used: donated already, or of another geometry or dtype."""
+    config, geometry = state.config, state.geometry
+    for name in ("pool", "ctx_len", "force_counter"):
+        array = getattr(state, name)
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
+            raise ValueError(f"{caller}: state.{name} was donated to an earlier call; use the state that call returned")
+    expected = {
+        "pool": (pool_shape(config, geometry), str(jnp.dtype(weights_dtype))),
+        "ctx_len": ((geometry.max_batch + 1,), "int32"),
+        "force_counter": ((), "int32"),
+    }
+    for name, (shape, dtype) in expected.items():
+        array = getattr(state, name)
+        if tuple(array.shape) != shape or dtype_name(array) != dtype:
+            raise ValueError(
+                f"{caller}: state.{name} is {dtype_name(array)}{list(array.shape)}, expected {dtype}{list(shape)}"
+                " (init_state takes the weights' dtype)"
+            )
+    rows = geometry.rope_length(config)
+    for name in ("rope_cos", "rope_sin"):
+        table = getattr(state, name)
+        if table.ndim != 2 or table.shape[0] < rows or table.shape[1] * 2 != config.qk_rope_head_dim:
+            raise ValueError(
+                f"{caller}: max_ctx {geometry.max_ctx} is beyond the rope table: state.{name} has shape"
+                f" {list(table.shape)}, expected at least [{rows}, {config.qk_rope_head_dim // 2}]"
+            )

@@ -1,0 +1,317 @@
+"""The whole decode step as one jitted function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import ops
+from .config import DrafterConfig, Geometry, StepOptions
+from .drafter import confidence_logits, draft_block, draft_logits, draft_slots, project_context
+from .ops.accept_strict import advances_force_counter
+from .ops.advance_ctx_len import advertised_ctx_len
+from .ops.backends import BackendUnavailable, why_unavailable
+from .ops.checks import FLOATS, INTEGERS, expect
+from .ops.safety import gen_slice
+from .params import DrafterParams
+from .state import DecodeState, check_state
+
+logger = logging.getLogger("jdspark")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepInputs:
+    """One step's batch: `num_contexts` context (prefill) rows first, then `B` gen rows."""
+
+    logits: Any
+    """`[num_contexts + B*(K+1), V]` float32: the target's, one row per context row, K+1 per gen row."""
+    draft_tokens: Any
+    """`[B, K]` int32: the drafts the target just verified."""
+    captured: Any
+    """`[B*(K+1), T*H_t]`: the gen rows' hidden states of the captured target layers; None: nothing is stored."""
+    encoded_offsets: Any
+    """`[pools, seqs, 2, max_blocks]` int32: the page manager's table, see `refresh_block_tables`."""
+    slots: Any
+    """`[B]` int32: each gen request's slot; padding rows use the dummy slot `max_batch`."""
+    num_contexts: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Intermediates:
+    """The floating-point results of a step; None for a part that did not run."""
+
+    context_latents: jax.Array | None = None
+    """`[B*(K+1), L, D]`: what the store was given."""
+    block_latents: jax.Array | None = None
+    """`[L, B, block_size, D]`"""
+    block_hidden: jax.Array | None = None
+    """`[B, block_size, H]`, after the final norm."""
+    base_logits: jax.Array | None = None
+    """`[B, K, V]` fp32, before the Markov head."""
+    draft_logits: jax.Array | None = None
+    """`[B, K, V]` fp32, after it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepOutputs:
+    """What a step decided; `rows = num_contexts + B`."""
+
+    accepted_tokens: jax.Array
+    """`[rows, K+1]` int32: the target's token at every position; the first `num_accepted` of a row are accepted."""
+    num_accepted: jax.Array
+    """`[rows]` int32, 1..K+1."""
+    draft_tokens: jax.Array
+    """`[B, K]` int32: the next drafts."""
+    next_tokens: jax.Array
+    """`[rows, K+1]` int32: what the target verifies next."""
+    kv_rewind: jax.Array
+    """`[B]` int32, `1 - num_accepted`: what the target engine subtracts from its KV lengths after having added 1."""
+    target_seq_lens: jax.Array
+    """`[B]` int32: tokens the target processes per gen row, K+1."""
+    advertised: jax.Array
+    """`[B]` int32: context tokens the drafter attended to."""
+    draft_logits: jax.Array | None = None
+    """`[B, K, V]` fp32, with `return_draft_logits`: after the Markov head."""
+    confidence: jax.Array | None = None
+    """`[B, K]` fp32 logits, with `return_confidence`."""
+    intermediates: Intermediates | None = None
+    """With `return_intermediates`."""
+
+
+def decode_step(
+    params: DrafterParams, state: DecodeState, inputs: StepInputs, options: StepOptions
+) -> tuple[StepOutputs, DecodeState]:
+    """One decode step, pure and unchecked: what `make_decode_step` jits. Read it top to bottom."""
+    config, geometry, backend = state.config, state.geometry, options.backend
+    B, K = inputs.draft_tokens.shape
+    num_contexts = inputs.num_contexts
+    block_size = config.block_width(geometry.max_draft_len)
+    pool, ctx_len, force_counter = state.pool, state.ctx_len, state.force_counter
+
+    block_tables, block_counts = ops.refresh_block_tables(
+        inputs.encoded_offsets,
+        pool_idx=geometry.pool_idx,
+        num_seqs=num_contexts + B,
+        divisor=geometry.offset_divisor,
+        backend=backend,
+    )
+    accepted_tokens, num_accepted = ops.accept_strict(
+        inputs.logits,
+        inputs.draft_tokens,
+        num_contexts=num_contexts,
+        force=options.force,
+        force_counter=force_counter,
+        backend=backend,
+    )
+    if advances_force_counter(options.force, K):
+        force_counter = force_counter + 1
+    gen_accepted_tokens, gen_num_accepted = accepted_tokens[num_contexts:], num_accepted[num_contexts:]
+
+    prologue = ops.gen_prologue(
+        gen_accepted_tokens,
+        gen_num_accepted,
+        ctx_len,
+        inputs.slots,
+        block_size=block_size,
+        max_ctx=geometry.max_ctx,
+        mask_token_id=config.mask_token_id,
+        backend=backend,
+    )
+    latents = None
+    room = {"page_size": geometry.page_size, "block_size": block_size, "max_ctx": geometry.max_ctx}
+    if inputs.captured is not None and params.fc is not None and B > 0:
+        latents = project_context(
+            params, config, inputs.captured, prologue.context_positions.reshape(-1), state.rope_cos, state.rope_sin
+        )
+        pool = ops.store_gen_context(
+            pool,
+            latents,
+            ctx_len,
+            inputs.slots,
+            gen_num_accepted,
+            block_tables,
+            block_counts,
+            layout=geometry.layout,
+            first_row=num_contexts,
+            backend=backend,
+        )
+        ctx_len, advertised = ops.advance_ctx_len(
+            ctx_len, inputs.slots, gen_num_accepted, block_counts, **room, first_row=num_contexts, backend=backend
+        )
+    else:
+        advertised = advertised_ctx_len(ctx_len, inputs.slots, gen_slice(block_counts, num_contexts, B), **room)
+
+    draft_tokens = jnp.zeros((B, K), jnp.int32)
+    floats: dict[str, jax.Array | None] = {"context_latents": latents}
+    confidence = None
+    if K > 0 and B > 0:
+        noise = ops.noise_block(
+            params.embed_tokens,
+            prologue.bonus,
+            block_size=block_size,
+            mask_token_id=config.mask_token_id,
+            mask_row=params.mask_token_embedding,
+            backend=backend,
+        )
+        placement = ops.block_placement(
+            advertised,
+            block_tables,
+            block_size=block_size,
+            page_size=geometry.page_size,
+            first_row=num_contexts,
+            block_counts=block_counts,
+            backend=backend,
+        )
+        block_hidden, block_latents = draft_block(
+            params, config, geometry, noise, prologue.query_positions, pool, placement, advertised,
+            state.rope_cos, state.rope_sin, backend=backend,
+        )  # fmt: skip
+        pool = ops.write_block_latents(pool, block_latents, placement, layout=geometry.layout, backend=backend)
+        slot_hidden = draft_slots(config, block_hidden, K)
+        base_logits = draft_logits(params, slot_hidden)
+        if params.markov_w1 is not None and params.markov_w2 is not None:
+            logits, draft_tokens = ops.markov_chain(
+                base_logits, prologue.bonus, params.markov_w1, params.markov_w2, backend=backend
+            )
+        else:
+            logits, draft_tokens = base_logits, jnp.argmax(base_logits, axis=-1).astype(jnp.int32)
+        if options.return_confidence:
+            previous = jnp.concatenate([prologue.bonus[:, None], draft_tokens[:, :-1]], axis=1)
+            confidence = confidence_logits(params, config, slot_hidden, previous)
+        floats |= {
+            "block_latents": block_latents, "block_hidden": block_hidden, "base_logits": base_logits, "draft_logits": logits
+        }  # fmt: skip
+
+    outputs = StepOutputs(
+        accepted_tokens=accepted_tokens,
+        num_accepted=num_accepted,
+        draft_tokens=draft_tokens,
+        next_tokens=ops.next_tokens(accepted_tokens, num_accepted, draft_tokens, backend=backend),
+        kv_rewind=1 - gen_num_accepted,
+        target_seq_lens=jnp.full(B, K + 1, jnp.int32),
+        advertised=advertised,
+        draft_logits=floats.get("draft_logits") if options.return_draft_logits else None,
+        confidence=confidence,
+        intermediates=Intermediates(**floats) if options.return_intermediates else None,
+    )
+    return outputs, dataclasses.replace(state, pool=pool, ctx_len=ctx_len, force_counter=force_counter)
+
+
+class DecodeStep:
+    """`outputs, state = step(params, state, inputs)`: checks what the host can see, then makes one jitted call.
+
+    The state is donated: its pool is updated in place and the old state is gone once the call was accepted. A call that
+    raises left it untouched. One compilation per combination of shapes: B, num_contexts, K.
+    """
+
+    def __init__(self, config: DrafterConfig, geometry: Geometry, options: StepOptions):
+        self.config, self.geometry, self.options = config, geometry, options
+        self.compilations = 0
+        """How many times the step was traced and compiled."""
+
+        def counted(params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
+            self.compilations += 1  # runs while tracing only
+            return decode_step(params, state, inputs, options)
+
+        self._jitted = jax.jit(counted, donate_argnames="state")
+
+    def __call__(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
+        """Run one step. Raises ValueError or TypeError, before dispatch, for anything the host can see is wrong."""
+        self.check(params, state, inputs)
+        return self._jitted(params, state, inputs)
+
+    def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
+        """`jax.stages.Lowered` of the step for these shapes: nothing runs, the state is not touched.
+
+        `step.lower(...).compile()` is the warm-up: later calls with these shapes do not compile again. Abstract values
+        (`jax.ShapeDtypeStruct`) do as well as arrays.
+        """
+        self.check(params, state, inputs)
+        return self._jitted.lower(params, state, inputs)
+
+    def check(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> None:
+        """Raise for whatever the host can see is wrong: shapes, dtypes, a donated state, weights that are not there."""
+        call, config, geometry = "decode step", self.config, self.geometry
+        if state.config != config or state.geometry != geometry:
+            raise ValueError(f"{call}: the state was made for another config or geometry than this step")
+        check_state(call, state, params.kv_a_proj.dtype)
+
+        expect(call, "draft_tokens", inputs.draft_tokens, {"B": None, "K": None}, INTEGERS)
+        B, K = inputs.draft_tokens.shape
+        num_contexts = inputs.num_contexts
+        if isinstance(num_contexts, bool) or not isinstance(num_contexts, int) or num_contexts < 0:
+            raise ValueError(f"{call}: num_contexts is {num_contexts!r}, expected a Python integer >= 0")
+        if num_contexts + B == 0:
+            raise ValueError(f"{call}: the batch is empty (num_contexts is 0 and draft_tokens has no row)")
+        if geometry.max_batch < B:
+            raise ValueError(f"{call}: {B} gen requests, but the geometry has max_batch={geometry.max_batch} slots")
+        if geometry.max_draft_len < K:
+            raise ValueError(f"{call}: draft_tokens has K={K} drafts per request, max_draft_len is {geometry.max_draft_len}")
+        rows = {"num_contexts + B*(K+1)": num_contexts + B * (K + 1), "V": None}
+        expect(call, "logits", inputs.logits, rows, FLOATS)
+        expect(call, "slots", inputs.slots, {"B": B}, INTEGERS)
+        offsets_dims = {"pools": None, "seqs": None, "2": 2, "max_blocks_per_seq": geometry.max_blocks_per_seq}
+        expect(call, "encoded_offsets", inputs.encoded_offsets, offsets_dims, INTEGERS)
+        pools, seqs = inputs.encoded_offsets.shape[:2]
+        if geometry.pool_idx >= pools:
+            raise ValueError(f"{call}: encoded_offsets has {pools} pools, the geometry's pool_idx is {geometry.pool_idx}")
+        if num_contexts + B > seqs:
+            raise ValueError(f"{call}: encoded_offsets has {seqs} rows, the batch has {num_contexts + B}")
+        if inputs.captured is not None:
+            captured_dims = {"B*(K+1)": B * (K + 1), "T*H_t": config.captured_size}
+            expect(call, "captured", inputs.captured, captured_dims, FLOATS)
+        if self.options.return_confidence and params.confidence_proj is None:
+            raise ValueError(f"{call}: return_confidence is set, but the drafter has no confidence head")
+        if B and K:
+            self._check_output_head(params, inputs.logits.shape[1])
+
+    def _check_output_head(self, params: DrafterParams, target_vocab: int) -> None:
+        call, config = "decode step", self.config
+        if params.lm_head is None:
+            raise ValueError(
+                f"{call}: params.lm_head is not set: the output head is the target's, not part of a drafter checkpoint;"
+                " use params.with_lm_head(weight) with the target's [V, H]"
+            )
+        expect(call, "params.lm_head", params.lm_head, {"V": None, "H": config.hidden_size}, FLOATS)
+        vocab = params.lm_head.shape[0]
+        if vocab > target_vocab:
+            raise ValueError(f"{call}: params.lm_head has {vocab} rows, the target's logits only {target_vocab} columns")
+        if params.markov_w2 is not None:
+            expect(call, "params.markov_w2", params.markov_w2, {"V (of lm_head)": vocab, "r": None}, FLOATS)
+
+
+def explain(options: StepOptions) -> dict[str, str | None]:
+    """For each switch that is on: None if its fused path runs, else why the plain path runs instead."""
+    on = [switch for switch in ("fused_prologue", "overlap_context_projection") if getattr(options, switch)]
+    return dict.fromkeys(on, f"backend {options.backend!r} has no fused path yet, the plain one gives the same bits")
+
+
+@functools.cache
+def _log_once(switch: str, why: str) -> None:
+    logger.warning("%s is on, but the plain path runs: %s", switch, why)
+
+
+def make_decode_step(config: DrafterConfig, geometry: Geometry, options: StepOptions | None = None) -> DecodeStep:
+    """The decode step for one drafter, geometry and set of options.
+
+    Raises:
+        ValueError: the geometry does not fit the drafter.
+        BackendUnavailable: the options' backend does not run on this machine; says why.
+    """
+    options = StepOptions() if options is None else options
+    geometry.check(config)
+    for switch, why in explain(options).items():
+        if why:
+            _log_once(switch, why)
+    reason = why_unavailable(options.backend)
+    if reason is not None:
+        raise BackendUnavailable(f"make_decode_step: backend={options.backend!r} is not available: {reason}")
+    return DecodeStep(config, geometry, options)

@@ -1,0 +1,1 @@
+"""The ops of `jdspark.ops` as Pallas kernels for Mosaic GPU, one per file; imported on first use."""

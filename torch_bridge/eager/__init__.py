@@ -1,0 +1,37 @@
+"""The unfused torch chain: each op of `jdspark.ops` as a sequence of torch calls, pools and `ctx_len` updated in place.
+
+Nothing here waits for the device or depends on its values in a shape, so a CUDA graph can capture the chain.
+"""
+
+from .accept_strict import accept_strict
+from .advance_ctx_len import advance_ctx_len
+from .block_attention import block_attention
+from .block_placement import BlockPlacement, block_placement
+from .context_latents import context_latents, norm_rope
+from .gen_prologue import Prologue, gen_prologue
+from .markov_chain import markov_chain
+from .next_tokens import next_tokens
+from .noise_block import noise_block
+from .refresh_block_tables import refresh_block_tables
+from .scatter_context import scatter_context
+from .store_gen_context import store_gen_context
+from .write_block_latents import write_block_latents
+
+__all__ = [
+    "BlockPlacement",
+    "Prologue",
+    "accept_strict",
+    "advance_ctx_len",
+    "block_attention",
+    "block_placement",
+    "context_latents",
+    "gen_prologue",
+    "markov_chain",
+    "next_tokens",
+    "noise_block",
+    "norm_rope",
+    "refresh_block_tables",
+    "scatter_context",
+    "store_gen_context",
+    "write_block_latents",
+]

@@ -1,0 +1,232 @@
+"""The torch twin of the whole decode step: the eager chain in the order of `jdspark.step.decode_step`.
+
+It takes and returns the same dataclasses, holding torch tensors; the state is updated in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+from jdspark.config import DrafterConfig, StepOptions
+from jdspark.ops.accept_strict import advances_force_counter
+from jdspark.params import DrafterParams, LayerParams
+from jdspark.rope import softmax_scale
+from jdspark.state import DecodeState
+from jdspark.step import Intermediates, StepInputs, StepOutputs
+
+from . import eager
+from .bridge import to_torch
+from .eager.advance_ctx_len import advertised_ctx_len
+from .eager.block_placement import BlockPlacement
+from .eager.context_latents import at_positions, norm_rope, rms_norm, rope
+
+
+def as_torch(tree: Any) -> Any:
+    """A copy of params, state, inputs or outputs with every JAX or NumPy array as a torch tensor of its own."""
+
+    def convert(leaf: Any) -> torch.Tensor:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone()
+        return to_torch(leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf), copy=True)
+
+    return jax.tree.map(convert, tree)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in the weight's dtype."""
+    return x.to(weight.dtype) @ weight.T
+
+
+def project_context(params: DrafterParams, state: DecodeState, captured: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, L, D]`."""
+    eps = state.config.rms_norm_eps
+    projected = rms_norm(linear(captured, params.fc), params.hidden_norm, eps)
+    return eager.context_latents(
+        projected, positions, params.kv_a_proj, params.kv_a_layernorm, state.rope_cos, state.rope_sin, eps=eps
+    )
+
+
+def absorbed_query(
+    layer: LayerParams, config: DrafterConfig, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """`[B, block, H]` -> `[B, block, heads, D]`."""
+    q_a = rms_norm(linear(h, layer.q_a_proj), layer.q_a_layernorm, config.rms_norm_eps)
+    q = linear(q_a, layer.q_b_proj).unflatten(-1, (config.num_attention_heads, -1))
+    q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    q_latent = torch.einsum("bthn,hnr->bthr", q_nope, layer.k_b)
+    return torch.cat([q_latent, rope(q_rope, cos.unsqueeze(2), sin.unsqueeze(2))], dim=-1)
+
+
+def mlp(layer: LayerParams, h: torch.Tensor) -> torch.Tensor:
+    """SwiGLU, SiLU and product in fp32."""
+    gate, up = linear(h, layer.gate_proj).float(), linear(h, layer.up_proj).float()
+    return linear((torch.nn.functional.silu(gate) * up).to(h.dtype), layer.down_proj)
+
+
+def draft_block(
+    params: DrafterParams,
+    state: DecodeState,
+    noise: torch.Tensor,
+    query_positions: torch.Tensor,
+    placement: BlockPlacement,
+    advertised: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block's hidden states `[B, block_size, H]` and latents `[L, B, block_size, D]`."""
+    config, geometry = state.config, state.geometry
+    cos, sin = at_positions(state.rope_cos, query_positions), at_positions(state.rope_sin, query_positions)
+    h = noise
+    latents = []
+    for index, layer in enumerate(params.layers):
+        x = rms_norm(h, layer.input_layernorm, config.rms_norm_eps)
+        query = absorbed_query(layer, config, x, cos, sin)
+        latent = norm_rope(
+            linear(x, params.kv_a_proj[index]),
+            query_positions,
+            params.kv_a_layernorm[index],
+            state.rope_cos,
+            state.rope_sin,
+            eps=config.rms_norm_eps,
+        )
+        latents.append(latent)
+        attended = eager.block_attention(
+            query,
+            latent,
+            state.pool,
+            placement.page_tables,
+            advertised,
+            layer=index,
+            scale=softmax_scale(config),
+            kv_lora_rank=config.kv_lora_rank,
+            layout=geometry.layout,
+        )
+        values = torch.einsum("bthr,hvr->bthv", attended, layer.v_b)
+        h = h + linear(values.flatten(-2), layer.o_proj)
+        h = h + mlp(layer, rms_norm(h, layer.post_attention_layernorm, config.rms_norm_eps))
+    return rms_norm(h, params.norm, config.rms_norm_eps), torch.stack(latents)
+
+
+def decode_step(
+    params: DrafterParams,
+    state: DecodeState,
+    inputs: StepInputs,
+    options: StepOptions | None = None,
+    *,
+    given: Intermediates | None = None,
+) -> tuple[StepOutputs, DecodeState]:
+    """One decode step on torch tensors; see `jdspark.step.decode_step`.
+
+    Args:
+        given: floating-point results to use instead of computing them. Then only the exact ops are left, and the whole
+            step, pool included, must agree with whoever computed them in every bit.
+
+    Returns:
+        The outputs and `state` itself, updated in place.
+    """
+    options = StepOptions() if options is None else options
+    config, geometry = state.config, state.geometry
+    B, K = inputs.draft_tokens.shape
+    num_contexts = inputs.num_contexts
+    block_size = config.block_width(geometry.max_draft_len)
+
+    block_tables, block_counts = eager.refresh_block_tables(
+        inputs.encoded_offsets,
+        pool_idx=geometry.pool_idx,
+        num_seqs=num_contexts + B,
+        divisor=geometry.offset_divisor,
+    )
+    accepted_tokens, num_accepted = eager.accept_strict(
+        inputs.logits,
+        inputs.draft_tokens,
+        num_contexts=num_contexts,
+        force=options.force,
+        force_counter=state.force_counter,
+    )
+    if advances_force_counter(options.force, K):
+        state.force_counter.add_(1)
+    gen_accepted_tokens, gen_num_accepted = accepted_tokens[num_contexts:], num_accepted[num_contexts:]
+
+    prologue = eager.gen_prologue(
+        gen_accepted_tokens,
+        gen_num_accepted,
+        state.ctx_len,
+        inputs.slots,
+        block_size=block_size,
+        max_ctx=geometry.max_ctx,
+        mask_token_id=config.mask_token_id,
+    )
+    latents = None
+    room = {"page_size": geometry.page_size, "block_size": block_size, "max_ctx": geometry.max_ctx}
+    if inputs.captured is not None and params.fc is not None and B > 0:
+        if given is None:
+            latents = project_context(params, state, inputs.captured, prologue.context_positions.reshape(-1))
+        else:
+            latents = given.context_latents
+        eager.store_gen_context(
+            state.pool,
+            latents,
+            state.ctx_len,
+            inputs.slots,
+            gen_num_accepted,
+            block_tables,
+            block_counts,
+            layout=geometry.layout,
+            first_row=num_contexts,
+        )
+        _, advertised = eager.advance_ctx_len(
+            state.ctx_len, inputs.slots, gen_num_accepted, block_counts, **room, first_row=num_contexts
+        )
+    else:
+        advertised = advertised_ctx_len(state.ctx_len, inputs.slots, block_counts[num_contexts:], **room)
+
+    draft_tokens = torch.zeros((B, K), dtype=torch.int32, device=inputs.logits.device)
+    floats: dict[str, torch.Tensor | None] = {"context_latents": latents}
+    if K > 0 and B > 0:
+        noise = eager.noise_block(
+            params.embed_tokens,
+            prologue.bonus,
+            block_size=block_size,
+            mask_token_id=config.mask_token_id,
+            mask_row=params.mask_token_embedding,
+        )
+        placement = eager.block_placement(
+            advertised,
+            block_tables,
+            block_size=block_size,
+            page_size=geometry.page_size,
+            first_row=num_contexts,
+            block_counts=block_counts,
+        )
+        if given is None:
+            block_hidden, block_latents = draft_block(params, state, noise, prologue.query_positions, placement, advertised)
+            first = config.first_draft_slot
+            logits = base_logits = linear(block_hidden[:, first : first + K], params.lm_head).float()
+            if params.markov_w1 is None or params.markov_w2 is None:
+                draft_tokens = logits.argmax(dim=-1).to(torch.int32)
+            else:
+                logits, draft_tokens = eager.markov_chain(base_logits, prologue.bonus, params.markov_w1, params.markov_w2)
+        else:
+            block_hidden, block_latents = given.block_hidden, given.block_latents
+            base_logits, logits = given.base_logits, given.draft_logits
+            draft_tokens = logits.argmax(dim=-1).to(torch.int32)
+        eager.write_block_latents(state.pool, block_latents, placement, layout=geometry.layout)
+        floats |= {
+            "block_latents": block_latents,
+            "block_hidden": block_hidden,
+            "base_logits": base_logits,
+            "draft_logits": logits,
+        }
+
+    outputs = StepOutputs(
+        accepted_tokens=accepted_tokens,
+        num_accepted=num_accepted,
+        draft_tokens=draft_tokens,
+        next_tokens=eager.next_tokens(accepted_tokens, num_accepted, draft_tokens),
+        kv_rewind=1 - gen_num_accepted,
+        target_seq_lens=torch.full((B,), K + 1, dtype=torch.int32, device=inputs.logits.device),
+        advertised=advertised,
+        intermediates=Intermediates(**floats),
+    )
+    return outputs, state
