@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-Array = Any  # jax.Array, or an abstract value of the same shape
+Array = Any
+"""A jax.Array, an abstract value of the same shape, or a torch tensor in the torch twin."""
 
 
 @jax.tree_util.register_dataclass

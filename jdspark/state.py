@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .config import DrafterConfig, Geometry
 from .ops.checks import dtype_name
+from .params import Array
 from .rope import yarn_tables
 
 
@@ -18,15 +19,15 @@ from .rope import yarn_tables
 class DecodeState:
     """Functional state: a step takes one and returns the next. The one it took is donated, so it is gone."""
 
-    pool: jax.Array
+    pool: Array
     """`[L, num_pages, P, D]` latents, or `[num_pages, L, P, D]` for a page-major geometry."""
-    ctx_len: jax.Array
+    ctx_len: Array
     """`[max_batch + 1]` int32 context tokens stored per slot; the last is the dummy's, always 0."""
-    force_counter: jax.Array
+    force_counter: Array
     """int32 scalar: steps that drew a forced acceptance from the fixed pool."""
-    rope_cos: jax.Array
+    rope_cos: Array
     """`[rope_length, qk_rope_head_dim / 2]` fp32; never changes."""
-    rope_sin: jax.Array
+    rope_sin: Array
     config: DrafterConfig = dataclasses.field(metadata={"static": True})
     geometry: Geometry = dataclasses.field(metadata={"static": True})
 

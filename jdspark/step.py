@@ -18,7 +18,7 @@ from .ops.advance_ctx_len import advertised_ctx_len
 from .ops.backends import BackendUnavailable, why_unavailable
 from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.safety import gen_slice
-from .params import DrafterParams
+from .params import Array, DrafterParams
 from .state import DecodeState, check_state
 
 logger = logging.getLogger("jdspark")
@@ -29,15 +29,15 @@ logger = logging.getLogger("jdspark")
 class StepInputs:
     """One step's batch: `num_contexts` context (prefill) rows first, then `B` gen rows."""
 
-    logits: Any
+    logits: Array
     """`[num_contexts + B*(K+1), V]` float32: the target's, one row per context row, K+1 per gen row."""
-    draft_tokens: Any
+    draft_tokens: Array
     """`[B, K]` int32: the drafts the target just verified."""
-    captured: Any
+    captured: Array
     """`[B*(K+1), T*H_t]`: the gen rows' hidden states of the captured target layers; None: nothing is stored."""
-    encoded_offsets: Any
+    encoded_offsets: Array
     """`[pools, seqs, 2, max_blocks]` int32: the page manager's table, see `refresh_block_tables`."""
-    slots: Any
+    slots: Array
     """`[B]` int32: each gen request's slot; padding rows use the dummy slot `max_batch`."""
     num_contexts: int = dataclasses.field(default=0, metadata={"static": True})
 
@@ -47,15 +47,15 @@ class StepInputs:
 class Intermediates:
     """The floating-point results of a step; None for a part that did not run."""
 
-    context_latents: jax.Array | None = None
+    context_latents: Array | None = None
     """`[B*(K+1), L, D]`: what the store was given."""
-    block_latents: jax.Array | None = None
+    block_latents: Array | None = None
     """`[L, B, block_size, D]`"""
-    block_hidden: jax.Array | None = None
+    block_hidden: Array | None = None
     """`[B, block_size, H]`, after the final norm."""
-    base_logits: jax.Array | None = None
+    base_logits: Array | None = None
     """`[B, K, V]` fp32, before the Markov head."""
-    draft_logits: jax.Array | None = None
+    draft_logits: Array | None = None
     """`[B, K, V]` fp32, after it."""
 
 
@@ -64,23 +64,23 @@ class Intermediates:
 class StepOutputs:
     """What a step decided; `rows = num_contexts + B`."""
 
-    accepted_tokens: jax.Array
+    accepted_tokens: Array
     """`[rows, K+1]` int32: the target's token at every position; the first `num_accepted` of a row are accepted."""
-    num_accepted: jax.Array
+    num_accepted: Array
     """`[rows]` int32, 1..K+1."""
-    draft_tokens: jax.Array
+    draft_tokens: Array
     """`[B, K]` int32: the next drafts."""
-    next_tokens: jax.Array
+    next_tokens: Array
     """`[rows, K+1]` int32: what the target verifies next."""
-    kv_rewind: jax.Array
+    kv_rewind: Array
     """`[B]` int32, `1 - num_accepted`: what the target engine subtracts from its KV lengths after having added 1."""
-    target_seq_lens: jax.Array
+    target_seq_lens: Array
     """`[B]` int32: tokens the target processes per gen row, K+1."""
-    advertised: jax.Array
+    advertised: Array
     """`[B]` int32: context tokens the drafter attended to."""
-    draft_logits: jax.Array | None = None
+    draft_logits: Array | None = None
     """`[B, K, V]` fp32, with `return_draft_logits`: after the Markov head."""
-    confidence: jax.Array | None = None
+    confidence: Array | None = None
     """`[B, K]` fp32 logits, with `return_confidence`."""
     intermediates: Intermediates | None = None
     """With `return_intermediates`."""

@@ -121,8 +121,8 @@ class Comparison:
         return self.equal
 
 
-def _to_numpy(array: Any) -> np.ndarray:
-    """A host copy; bf16 keeps its bits through ml_dtypes."""
+def to_numpy(array: Any) -> np.ndarray:
+    """The array on the host, of either framework; bf16 keeps its bits as an ml_dtypes array."""
     if isinstance(array, torch.Tensor):
         tensor = array.detach().cpu().contiguous()
         if tensor.dtype == torch.bfloat16:
@@ -137,7 +137,7 @@ def compare(a: Any, b: Any) -> Comparison:
     Integers and booleans compare by value, so int32 equals int64. Floats must have one dtype and the same bits, -0.0
     and 0.0 differ; a NaN equals a NaN of any payload and sign.
     """
-    left, right = _to_numpy(a), _to_numpy(b)
+    left, right = to_numpy(a), to_numpy(b)
     if left.shape != right.shape:
         return Comparison(False, -1, detail=f"shape {list(left.shape)} against {list(right.shape)}")
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in (left, right)]
@@ -168,7 +168,7 @@ def bitwise_equal(a: Any, b: Any) -> bool:
 def largest_difference(a: Any, b: Any) -> float:
     """`max|a - b| / max|b|` over two float arrays: the error that a bounded comparison bounds. Infinite where only one
     is finite."""
-    left, right = (_to_numpy(x).astype(np.float64) for x in (a, b))
+    left, right = (to_numpy(x).astype(np.float64) for x in (a, b))
     if left.shape != right.shape:
         raise BridgeError(f"largest_difference: shape {list(left.shape)} against {list(right.shape)}")
     if left.size == 0:

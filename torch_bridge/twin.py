@@ -42,6 +42,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def project_context(params: DrafterParams, state: DecodeState, captured: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, L, D]`."""
+    assert params.fc is not None
+    assert params.hidden_norm is not None
     eps = state.config.rms_norm_eps
     projected = rms_norm(linear(captured, params.fc), params.hidden_norm, eps)
     return eager.context_latents(
@@ -108,6 +110,12 @@ def draft_block(
     return rms_norm(h, params.norm, config.rms_norm_eps), torch.stack(latents)
 
 
+def _present(part: Any) -> torch.Tensor:
+    if part is None:
+        raise ValueError("decode_step: `given` lacks a part; make it with StepOptions(return_intermediates=True)")
+    return part
+
+
 def decode_step(
     params: DrafterParams,
     state: DecodeState,
@@ -163,7 +171,7 @@ def decode_step(
         if given is None:
             latents = project_context(params, state, inputs.captured, prologue.context_positions.reshape(-1))
         else:
-            latents = given.context_latents
+            latents = _present(given.context_latents)
         eager.store_gen_context(
             state.pool,
             latents,
@@ -182,7 +190,7 @@ def decode_step(
         advertised = advertised_ctx_len(state.ctx_len, inputs.slots, block_counts[num_contexts:], **room)
 
     draft_tokens = torch.zeros((B, K), dtype=torch.int32, device=inputs.logits.device)
-    floats: dict[str, torch.Tensor | None] = {"context_latents": latents}
+    floats: dict[str, Any] = {"context_latents": latents}
     if K > 0 and B > 0:
         noise = eager.noise_block(
             params.embed_tokens,
@@ -201,15 +209,17 @@ def decode_step(
         )
         if given is None:
             block_hidden, block_latents = draft_block(params, state, noise, prologue.query_positions, placement, advertised)
+            assert params.lm_head is not None
             first = config.first_draft_slot
-            logits = base_logits = linear(block_hidden[:, first : first + K], params.lm_head).float()
+            logits = linear(block_hidden[:, first : first + K], params.lm_head).float()
+            base_logits = logits
             if params.markov_w1 is None or params.markov_w2 is None:
                 draft_tokens = logits.argmax(dim=-1).to(torch.int32)
             else:
                 logits, draft_tokens = eager.markov_chain(base_logits, prologue.bonus, params.markov_w1, params.markov_w2)
         else:
-            block_hidden, block_latents = given.block_hidden, given.block_latents
-            base_logits, logits = given.base_logits, given.draft_logits
+            block_hidden, block_latents = _present(given.block_hidden), _present(given.block_latents)
+            base_logits, logits = _present(given.base_logits), _present(given.draft_logits)
             draft_tokens = logits.argmax(dim=-1).to(torch.int32)
         eager.write_block_latents(state.pool, block_latents, placement, layout=geometry.layout)
         floats |= {

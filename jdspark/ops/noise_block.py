@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from . import contracts
 from .backends import kernel
+from .bits import as_bits, from_bits
 from .safety import safe_tokens
 
 
@@ -42,5 +43,5 @@ def noise_block(
     embedding = jnp.asarray(embedding)
     anchor = embedding[safe_tokens(bonus, vocab_size)]
     mask = embedding[mask_token_id] if mask_row is None else jnp.reshape(mask_row, hidden).astype(embedding.dtype)
-    is_anchor = jnp.arange(block_size) == 0
-    return jnp.where(is_anchor[None, :, None], anchor[:, None, :], mask[None, None, :])
+    masks = jnp.broadcast_to(as_bits(mask), (anchor.shape[0], block_size - 1, hidden))
+    return from_bits(jnp.concatenate([as_bits(anchor)[:, None], masks], axis=1), embedding.dtype)

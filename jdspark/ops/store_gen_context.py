@@ -2,33 +2,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.lax import bitcast_convert_type
 
 from . import contracts
 from .backends import kernel
+from .bits import as_bits, from_bits, times_zero
 from .checks import Layout
 from .latent_pool import write_latents
 from .safety import gen_slice, safe_block_counts, safe_num_accepted, safe_slots
-
-
-def times_zero(x: jax.Array) -> jax.Array:
-    """`x * 0` by bits: a zero with x's sign where x is finite, NaN where it is infinite or NaN.
-
-    Written on integers because a float multiply is at the mercy of each backend's flushing and of Triton's interpreter.
-    """
-    bits_dtype = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    bits = bitcast_convert_type(x, bits_dtype)
-    sign = jnp.array(1 << (8 * x.dtype.itemsize - 1), bits_dtype)
-    exponent = bitcast_convert_type(jnp.array(jnp.inf, x.dtype), bits_dtype)
-    nan = bitcast_convert_type(jnp.array(jnp.nan, x.dtype), bits_dtype)
-    return bitcast_convert_type(jnp.where((bits & exponent) == exponent, nan, bits & sign), x.dtype)
-
-
-def keep_or_zero(keep: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` bit for bit where `keep`, else `times_zero(x)`; selected as integers, so no NaN or subnormal is touched."""
-    bits_dtype = {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    bits = jnp.where(keep, bitcast_convert_type(x, bits_dtype), bitcast_convert_type(times_zero(x), bits_dtype))
-    return bitcast_convert_type(bits, x.dtype)
 
 
 def store_gen_context(
@@ -86,6 +66,7 @@ def store_gen_context(
     column = jnp.maximum(jnp.minimum(jnp.minimum(c[:, None], last) + j, last), 0)
     page = jnp.take_along_axis(block_tables, column // page_size, axis=1)
     page = jnp.where(block_counts[:, None] == 0, -1, page)
-    accepted = j < n[:, None]
-    values = keep_or_zero(accepted.reshape(-1, 1, 1), jnp.asarray(latents))
+    accepted = (j < n[:, None]).reshape(-1, 1, 1)
+    latents = jnp.asarray(latents)
+    values = from_bits(jnp.where(accepted, as_bits(latents), times_zero(latents)), latents.dtype)
     return write_latents(pool, values, page.reshape(-1), (column % page_size).reshape(-1), layout)

@@ -1,0 +1,425 @@
+"""Random cases of every op, as NumPy operands: the case families a kernel or a chain has to survive.
+
+A case is a pure function of (op, index, seed). Shapes come from a short list, so that compiled functions are reused;
+values are drawn anew each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdspark.ops import BlockPlacement
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchShape:
+    """The static sizes of a case, named as in the design."""
+
+    B: int
+    K: int
+    block_size: int
+    page_size: int
+    max_blocks: int
+    num_contexts: int
+    layout: str
+    dtype: np.dtype
+    L: int = 3
+    D: int = 24
+    max_batch: int = 6
+    num_pages: int = 24
+    vocab: int = 97
+    hidden: int = 40
+    divisor: int = 2
+
+
+SHAPES = (
+    BatchShape(4, 7, 7, 32, 72, 0, "layer_major", BFLOAT16, L=5, D=576),
+    BatchShape(1, 7, 8, 32, 300, 1, "page_major", BFLOAT16),
+    BatchShape(3, 3, 7, 64, 12300, 2, "layer_major", FLOAT32, divisor=10),
+    BatchShape(5, 0, 4, 4, 12, 0, "page_major", FLOAT32, divisor=1),
+    BatchShape(4, 2, 3, 4, 9, 1, "layer_major", BFLOAT16),
+    BatchShape(2, 7, 7, 8, 16, 3, "page_major", BFLOAT16, L=2, D=576, vocab=1),
+    BatchShape(6, 5, 6, 3, 7, 0, "page_major", FLOAT32, D=33, num_pages=11),
+    BatchShape(4, 1, 1, 1, 5, 0, "layer_major", FLOAT32, L=1, D=5, divisor=3),
+)
+
+FAMILIES = (
+    "plain",
+    "max_ctx",
+    "outrun",
+    "holes",
+    "dummies",
+    "special",
+    "strided",
+    "hostile",
+)
+"""What is unusual about a case: contexts at the ceiling, contexts past their pages, holes in the table, rows sharing the
+dummy slot, NaN / Inf / -0.0 / subnormal values and ties, strided torch tensors, device values out of range."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of an op."""
+
+    op: str
+    label: str
+    """Family and shape, for a report."""
+    operands: dict[str, Any]
+    """NumPy arrays (or a BlockPlacement of them), by argument name."""
+    static: dict[str, Any]
+    strided: bool = False
+    bound: float | None = None
+    """None: every backend must give the same bits. Else the largest allowed `max|a - b| / max|b|` of its float outputs."""
+
+
+def specials(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
+    """The array with a few NaNs of both signs, infinities, signed zeros and subnormals strewn in, in place."""
+    tiny = np.array([1e-40, -1e-40]).astype(values.dtype)
+    chosen = np.concatenate([np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0]).astype(values.dtype), tiny])
+    count = max(1, values.size // 8)
+    values.reshape(-1)[rng.integers(0, values.size, count)] = rng.choice(chosen, count)
+    return values
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: np.dtype = FLOAT32) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+def int32(values: Any) -> np.ndarray:
+    return np.asarray(values).astype(np.int32)
+
+
+@dataclasses.dataclass
+class Batch:
+    """The integer side of a step, drawn for a shape and a family."""
+
+    shape: BatchShape
+    family: str
+    max_ctx: int
+    ctx_len: np.ndarray
+    slots: np.ndarray
+    num_accepted: np.ndarray
+    accepted_tokens: np.ndarray
+    block_tables: np.ndarray
+    block_counts: np.ndarray
+    encoded_offsets: np.ndarray
+
+
+def draw_batch(rng: np.random.Generator, shape: BatchShape, family: str) -> Batch:
+    """A batch whose rows own distinct tail pages; further pages alias, so that small pools serve wide tables."""
+    rows = shape.num_contexts + shape.B
+    max_ctx = max(1, min(shape.max_blocks * shape.page_size - shape.block_size, 100_000))
+    ctx_len = rng.integers(0, max_ctx + 1, shape.max_batch + 1)
+    if family == "max_ctx":
+        ctx_len = max_ctx - rng.integers(0, 2, shape.max_batch + 1)
+    ctx_len[-1] = 0
+    slots = rng.permutation(shape.max_batch)[: shape.B]
+    if family in ("dummies", "max_ctx"):
+        slots[rng.random(shape.B) < 0.5] = shape.max_batch
+    num_accepted = rng.integers(1, shape.K + 2, shape.B)
+
+    held = (ctx_len[slots] + shape.K + shape.block_size) // shape.page_size + 1
+    counts = np.minimum(np.concatenate([rng.integers(0, shape.max_blocks + 1, shape.num_contexts), held]), shape.max_blocks)
+    if family == "outrun":
+        counts = rng.choice([0, 1, 2, shape.max_blocks], rows)
+        counts = np.minimum(np.where(rng.random(rows) < 0.4, np.append(counts[1:], 1), counts), shape.max_blocks)
+    tables = rng.integers(0, shape.num_pages, (rows, shape.max_blocks))
+    own = rng.permutation(shape.num_pages)
+    for row, count in enumerate(counts):
+        tail = np.arange(max(0, count - 2), count)
+        tables[row, tail] = own[(2 * row + np.arange(len(tail))) % shape.num_pages]
+    encoded = np.where(np.arange(shape.max_blocks) < counts[:, None], tables * shape.divisor, -1)
+    encoded = encoded + np.where(encoded >= 0, rng.integers(0, shape.divisor, encoded.shape), 0)
+    if family == "holes":
+        encoded[rng.random(encoded.shape) < 0.1] = -rng.integers(1, 9)
+    counts = (encoded >= 0).sum(axis=1)
+    tables = np.maximum(encoded, 0) // shape.divisor
+    accepted_tokens = rng.integers(0, shape.vocab, (shape.B, shape.K + 1))
+    if family == "hostile":
+        wild = np.array([-(2**31), -7, -1, 0, 1, 10**6, 2**31 - 64])
+        for array in (slots, num_accepted, counts, tables, accepted_tokens):
+            chosen = rng.random(array.shape) < 0.3
+            array[chosen] = rng.choice(wild, int(chosen.sum()))
+        ctx_len[rng.random(len(ctx_len)) < 0.2] = 10**6
+
+    pools, extra_rows = 2, 1
+    encoded_offsets = rng.integers(-5, 999, (pools, rows + extra_rows, 2, shape.max_blocks))
+    encoded_offsets[1, :rows, 0] = encoded
+    return Batch(
+        shape,
+        family,
+        max_ctx,
+        int32(ctx_len),
+        int32(slots),
+        int32(num_accepted),
+        int32(accepted_tokens),
+        int32(tables),
+        int32(counts),
+        int32(encoded_offsets),
+    )
+
+
+def draw_pool(rng: np.random.Generator, shape: BatchShape) -> np.ndarray:
+    outer = (shape.L, shape.num_pages) if shape.layout == "layer_major" else (shape.num_pages, shape.L)
+    return normal(rng, *outer, shape.page_size, shape.D, dtype=shape.dtype)
+
+
+def draw_latents(rng: np.random.Generator, batch: Batch, *outer: int) -> np.ndarray:
+    latents = normal(rng, *outer, batch.shape.D, dtype=batch.shape.dtype)
+    return specials(rng, latents) if batch.family in ("special", "outrun") else latents
+
+
+Drawn = tuple[dict[str, Any], dict[str, Any]]
+
+
+def refresh_block_tables(rng: np.random.Generator, batch: Batch) -> Drawn:
+    rows = batch.shape.num_contexts + batch.shape.B
+    return {"encoded_offsets": batch.encoded_offsets}, {"pool_idx": 1, "num_seqs": rows, "divisor": batch.shape.divisor}
+
+
+def gen_prologue(rng: np.random.Generator, batch: Batch) -> Drawn:
+    return {
+        "accepted_tokens": batch.accepted_tokens,
+        "num_accepted": batch.num_accepted,
+        "ctx_len": batch.ctx_len,
+        "slots": batch.slots,
+    }, {"block_size": batch.shape.block_size, "max_ctx": batch.max_ctx, "mask_token_id": 3}
+
+
+def noise_block(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    embedding = normal(rng, shape.vocab, shape.hidden, dtype=shape.dtype)
+    if batch.family == "special":
+        specials(rng, embedding)
+    operands = {"embedding": embedding, "bonus": np.ascontiguousarray(batch.accepted_tokens[:, 0])}
+    if rng.random() < 0.5:
+        operands["mask_row"] = normal(rng, *([1] * int(rng.integers(0, 2))), shape.hidden, dtype=shape.dtype)
+    return operands, {"block_size": shape.block_size, "mask_token_id": shape.vocab - 1}
+
+
+def store_gen_context(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    return {
+        "pool": draw_pool(rng, shape),
+        "latents": draw_latents(rng, batch, shape.B * (shape.K + 1), shape.L),
+        "ctx_len": batch.ctx_len,
+        "slots": batch.slots,
+        "num_accepted": batch.num_accepted,
+        "block_tables": batch.block_tables,
+        "block_counts": batch.block_counts,
+    }, {"layout": shape.layout, "first_row": shape.num_contexts}
+
+
+def advance_ctx_len(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    return {
+        "ctx_len": batch.ctx_len,
+        "slots": batch.slots,
+        "num_accepted": batch.num_accepted,
+        "block_counts": batch.block_counts,
+    }, {
+        "page_size": shape.page_size,
+        "block_size": shape.block_size,
+        "max_ctx": batch.max_ctx,
+        "first_row": shape.num_contexts,
+    }
+
+
+def scatter_context(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    num_tokens = 19
+    rows = rng.integers(0, batch.block_tables.shape[0], num_tokens)
+    positions = rng.integers(0, shape.max_blocks * shape.page_size, num_tokens)
+    if batch.family == "hostile":
+        rows[::3] = rng.choice([-1, 77, -(2**31)], len(rows[::3]))
+        positions[1::3] = rng.choice([-1, 2**31 - 1, shape.max_blocks * shape.page_size], len(positions[1::3]))
+    # destinations are distinct by contract: later tokens with a place already taken are padding
+    pages = batch.block_tables[np.clip(rows, 0, len(batch.block_tables) - 1)]
+    column = np.clip(positions // shape.page_size, 0, shape.max_blocks - 1)
+    place = pages[np.arange(num_tokens), column].astype(np.int64) * shape.page_size + positions % shape.page_size
+    _, first = np.unique(place, return_index=True)
+    rows = np.where(np.isin(np.arange(num_tokens), first), rows, -1)
+    return {
+        "pool": draw_pool(rng, shape),
+        "latents": draw_latents(rng, batch, num_tokens, shape.L),
+        "rows": int32(rows),
+        "positions": int32(positions),
+        "block_tables": batch.block_tables,
+    }, {"layout": shape.layout}
+
+
+def draw_advertised(rng: np.random.Generator, batch: Batch) -> np.ndarray:
+    shape = batch.shape
+    room = np.clip(batch.block_counts[shape.num_contexts :], 0, shape.max_blocks).astype(np.int64) * shape.page_size
+    advertised = np.maximum(room - rng.integers(0, 2 * shape.block_size, shape.B), 0)
+    if batch.family == "hostile":
+        advertised[rng.random(shape.B) < 0.3] = rng.choice([-5, 2**30, -(2**31)])
+    return int32(advertised)
+
+
+def block_placement(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    operands = {"advertised": draw_advertised(rng, batch), "block_tables": batch.block_tables}
+    if rng.random() < 0.7:
+        operands["block_counts"] = batch.block_counts
+    return operands, {
+        "block_size": shape.block_size,
+        "page_size": shape.page_size,
+        "first_row": shape.num_contexts,
+    }
+
+
+def write_block_latents(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    pages = rng.integers(-1, shape.num_pages, (shape.B, shape.block_size))
+    if batch.family == "hostile":
+        pages[rng.random(pages.shape) < 0.3] = rng.choice([-9, shape.num_pages, 2**30])
+    offsets = rng.integers(0, shape.page_size, pages.shape)
+    block = shape.block_size
+    parts: list[Any] = [
+        int32(pages),
+        int32(offsets),
+        np.triu(np.ones((block, block), bool), 1)[None, :, None],
+        batch.block_tables[shape.num_contexts :],
+        int32(np.full(shape.B, block)),
+    ]
+    layer = int(rng.integers(0, shape.L)) if rng.random() < 0.3 else None
+    outer = (shape.L,) if layer is None else ()
+    return {
+        "pool": draw_pool(rng, shape),
+        "block_latents": draw_latents(rng, batch, *outer, shape.B, block),
+        "placement": BlockPlacement(*parts),
+    }, {"layout": shape.layout, "layer": layer}
+
+
+def accept_strict(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    logits = rng.integers(-4, 5, (shape.num_contexts + shape.B * (shape.K + 1), shape.vocab)).astype(np.float32)
+    if batch.family == "special":
+        logits[::2, rng.integers(0, shape.vocab)] = np.nan
+        logits[:, rng.integers(0, shape.vocab)] = np.inf
+    gen = np.argmax(np.where(np.isnan(logits), np.inf, logits), axis=1)[shape.num_contexts :].reshape(shape.B, shape.K + 1)
+    drafts = gen[:, : shape.K].copy()
+    for row, prefix in enumerate(rng.permutation(np.arange(shape.B) % (shape.K + 1))):
+        if prefix < shape.K:
+            drafts[row, prefix] = (drafts[row, prefix] + 1) % max(shape.vocab, 2)
+    if batch.family == "hostile" and drafts.size:
+        drafts[rng.random(drafts.shape) < 0.3] = rng.choice([-1, shape.vocab, -(2**31), 2**31 - 1])
+    forced = {"force": float(rng.choice([0.0, 1.0, 2.4, 0.7, 99.0])), "force_counter": int(rng.integers(0, 10**6))}
+    return {"logits": logits, "draft_tokens": int32(drafts)}, {
+        "num_contexts": shape.num_contexts,
+        **(forced if batch.family == "dummies" else {}),
+    }
+
+
+def next_tokens(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    rows = shape.num_contexts + shape.B
+    n = np.concatenate([np.ones(shape.num_contexts, np.int32), batch.num_accepted])
+    return {
+        "accepted_tokens": int32(rng.integers(0, shape.vocab, (rows, shape.K + 1))),
+        "num_accepted": int32(n),
+        "draft_tokens": int32(rng.integers(0, shape.vocab, (shape.B, shape.K))),
+    }, {}
+
+
+def markov_chain(rng: np.random.Generator, batch: Batch, exact: bool) -> Drawn:
+    """With `exact` all values are small integers: every product and sum is exact, so the chain must agree in every bit."""
+    shape = batch.shape
+    rank = 8
+    if exact:
+        draw: Callable[..., np.ndarray] = lambda *dims: rng.integers(-3, 4, dims).astype(np.float32)  # noqa: E731
+    else:
+        draw = lambda *dims: normal(rng, *dims)  # noqa: E731
+    base = draw(shape.B, max(shape.K, 1), shape.vocab)
+    if batch.family == "special":
+        base[:, :, rng.integers(0, shape.vocab)] = np.nan
+    return {
+        "base_logits": base,
+        "anchor": np.ascontiguousarray(batch.accepted_tokens[:, 0]),
+        "w1": draw(shape.vocab + 5, rank).astype(shape.dtype),
+        "w2": draw(shape.vocab, rank).astype(shape.dtype),
+    }, {}
+
+
+def context_latents(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    num_tokens, rope_dim = shape.B * (shape.K + 1), 4 if shape.D < 64 else 64
+    angles = np.arange(64)[:, None] / np.power(50.0, np.arange(rope_dim // 2) / rope_dim)
+    return {
+        "projected": normal(rng, num_tokens, shape.hidden, dtype=shape.dtype),
+        "positions": int32(rng.integers(-2, 70, num_tokens)),
+        "kv_a_proj": normal(rng, shape.L, shape.D, shape.hidden, dtype=shape.dtype),
+        "kv_a_norm": normal(rng, shape.L, shape.D - rope_dim, dtype=shape.dtype),
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+    }, {"eps": 1e-5}
+
+
+def block_attention(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = dataclasses.replace(batch.shape, max_blocks=min(batch.shape.max_blocks, 40))
+    tables = np.clip(batch.block_tables[shape.num_contexts :, : shape.max_blocks], 0, shape.num_pages - 1)
+    room = shape.max_blocks * shape.page_size
+    advertised = rng.choice([0, 1, room // 2, room], shape.B)
+    pool = draw_pool(rng, shape)
+    if advertised.max() == 0:
+        pool[:] = np.nan  # nothing of the pool is visible, so nothing of it may matter
+    heads, block = 2, shape.block_size
+    return {
+        "query": normal(rng, shape.B, block, heads, shape.D, dtype=shape.dtype),
+        "block_latents": normal(rng, shape.B, block, shape.D, dtype=shape.dtype),
+        "pool": pool,
+        "page_tables": int32(tables),
+        "advertised": int32(advertised),
+    }, {
+        "layer": int(rng.integers(0, shape.L)),
+        "scale": shape.D**-0.5,
+        "kv_lora_rank": shape.D - (4 if shape.D < 64 else 64),
+        "layout": shape.layout,
+    }
+
+
+EXACT_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
+    "refresh_block_tables": refresh_block_tables,
+    "gen_prologue": gen_prologue,
+    "noise_block": noise_block,
+    "store_gen_context": store_gen_context,
+    "advance_ctx_len": advance_ctx_len,
+    "scatter_context": scatter_context,
+    "block_placement": block_placement,
+    "write_block_latents": write_block_latents,
+    "accept_strict": accept_strict,
+    "next_tokens": next_tokens,
+    "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=True),
+}
+"""Ops whose backends must agree in every bit; the Markov product on integers, whose sums are exact."""
+
+BOUNDED_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
+    "context_latents": context_latents,
+    "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=False),
+    "block_attention": block_attention,
+}
+"""Ops whose backends may round differently, within `BOUNDS`."""
+
+BOUNDS = {"float32": 2e-5, "bfloat16": 2**-7}
+"""Largest allowed `max|a - b| / max|b|` of a bounded op, by the weights' dtype: about 2^9 fp32 roundings, 1 to 2 bf16 ulps."""
+
+
+def draw_case(op: str, index: int, seed: int, *, bounded: bool = False) -> Case:
+    """Case number `index` of an op. Shapes and families are walked through in turn, so that every pair occurs."""
+    rng = np.random.default_rng([seed, index, zlib.crc32(op.encode()), int(bounded)])
+    shape = SHAPES[index % len(SHAPES)]
+    family = FAMILIES[(index + index // len(SHAPES)) % len(FAMILIES)]
+    batch = draw_batch(rng, shape, family)
+    operands, static = (BOUNDED_OPS if bounded else EXACT_OPS)[op](rng, batch)
+    label = f"{family}, B={shape.B} K={shape.K} P={shape.page_size} columns={shape.max_blocks} {shape.layout} {shape.dtype}"
+    return Case(op, label, operands, static, family == "strided", BOUNDS[shape.dtype.name] if bounded else None)
