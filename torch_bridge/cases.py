@@ -90,7 +90,8 @@ def specials(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def normal(rng: np.random.Generator, *shape: int, dtype: np.dtype = FLOAT32) -> np.ndarray:
+def normal(rng: np.random.Generator, *shape: int, dtype: Any = FLOAT32) -> np.ndarray:
+    """Standard normal values in any float dtype."""
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 

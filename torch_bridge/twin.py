@@ -22,6 +22,7 @@ from .bridge import to_torch
 from .eager.advance_ctx_len import advertised_ctx_len
 from .eager.block_placement import BlockPlacement
 from .eager.context_latents import at_positions, norm_rope, rms_norm, rope
+from .eager.safety import safe_block_counts, safe_slots
 
 
 def as_torch(tree: Any) -> Any:
@@ -240,3 +241,42 @@ def decode_step(
         intermediates=Intermediates(**floats),
     )
     return outputs, state
+
+
+def store_prefill_context(
+    params: DrafterParams,
+    state: DecodeState,
+    *,
+    captured: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    encoded_offsets: torch.Tensor,
+    given: torch.Tensor | None = None,
+) -> DecodeState:
+    """Store a prompt chunk's context in place; see `jdspark.store_prefill_context`.
+
+    Args:
+        given: `[N, L, D]` latents to store instead of computing them.
+    """
+    geometry, num_contexts = state.geometry, slots.shape[0]
+    block_tables, block_counts = eager.refresh_block_tables(
+        encoded_offsets, pool_idx=geometry.pool_idx, num_seqs=num_contexts, divisor=geometry.offset_divisor
+    )
+    slots, rows, positions = safe_slots(slots, state.ctx_len), rows.long(), positions.long()
+    limit = (safe_block_counts(block_counts, geometry.max_blocks_per_seq) * geometry.page_size).clamp(max=geometry.max_ctx)
+    limit = torch.where(slots == geometry.dummy_slot, 0, limit)
+    latents = project_context(params, state, captured, positions) if given is None else given
+    for row in range(num_contexts):
+        of_row = rows == row
+        if not bool(of_row.any()):
+            continue
+        chunk = positions[of_row]
+        fits = bool(((chunk >= 0) & (chunk < limit[row])).all())
+        if fits:
+            eager.scatter_context(
+                state.pool, latents[of_row], rows[of_row], chunk, block_tables, layout=geometry.layout
+            )
+        if int(slots[row]) != geometry.dummy_slot:
+            state.ctx_len[slots[row]] = int(chunk.max()) + 1 if fits else 0
+    return state

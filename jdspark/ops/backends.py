@@ -20,21 +20,37 @@ def why_unavailable(backend: str) -> str | None:
     """None if `backend` can run on this machine, else the reason. Raises ValueError for an unknown name."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
-    if backend == "xla":
-        return None
     if backend == "triton":
         if jax.default_backend() != "gpu":
             return f"Triton kernels inside JAX need an NVIDIA GPU, and JAX runs on {jax.default_backend()} here"
-        if importlib.util.find_spec("jax_triton") is None:
-            return "jax-triton is not installed (pip install 'jdspark[gpu]')"
-        return "no op has a Triton kernel yet"
-    return "no op has a Pallas kernel yet"
+        for package in ("triton", "jax_triton"):
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed (pip install 'jdspark[gpu]')"
+    return None
 
 
 def kernel(op: str, backend: str) -> Callable[..., Any]:
-    """The implementation of `op` on `backend`, imported on first use; raises BackendUnavailable with the reason."""
+    """The implementation of `op` on `backend`, imported on first use; raises BackendUnavailable with the reason.
+
+    Pallas: `pallas_kernels.<op>.<op>`. Triton: `torch_bridge.triton_kernels.<op>.<op>_in_jax`, the source that torch
+    launches, without importing torch.
+    """
+    module, name = {
+        "pallas": (f"pallas_kernels.{op}", op),
+        "triton": (f"torch_bridge.triton_kernels.{op}", f"{op}_in_jax"),
+    }.get(backend, ("", ""))
     reason = why_unavailable(backend)
+    if reason is None and not has_kernel(op, backend):
+        reason = f"it has no {backend} kernel"
     if reason is not None:
         raise BackendUnavailable(f"{op}: backend={backend!r} is not available: {reason}; backend='xla' runs everywhere")
-    module = importlib.import_module(f"pallas_kernels.{op}")
-    return getattr(module, op)
+    return getattr(importlib.import_module(module), name)
+
+
+def has_kernel(op: str, backend: str) -> bool:
+    """Whether the repository has a kernel of `op` for `backend`, runnable here or not."""
+    package = {"pallas": "pallas_kernels", "triton": "torch_bridge.triton_kernels"}[backend]
+    try:
+        return importlib.util.find_spec(f"{package}.{op}") is not None
+    except ModuleNotFoundError:
+        return False

@@ -44,4 +44,6 @@ def noise_block(
     anchor = embedding[safe_tokens(bonus, vocab_size)]
     mask = embedding[mask_token_id] if mask_row is None else jnp.reshape(mask_row, hidden).astype(embedding.dtype)
     masks = jnp.broadcast_to(as_bits(mask), (anchor.shape[0], block_size - 1, hidden))
-    return from_bits(jnp.concatenate([as_bits(anchor)[:, None], masks], axis=1), embedding.dtype)
+    block = jnp.concatenate([as_bits(anchor)[:, None], masks], axis=1)
+    # without the barrier XLA cancels the casts and joins floats after all
+    return from_bits(jax.lax.optimization_barrier(block), embedding.dtype)

@@ -1,0 +1,234 @@
+"""The whole jitted decode step against its torch twin, step by step, with a scripted target.
+
+Two comparisons run side by side:
+- *exact*: a torch state that is carried through all steps gets JAX's floating-point results and does everything else
+  itself. Every output, all bookkeeping and the whole pool must agree in every bit, however many steps lie behind.
+- *bounded*: from a copy of JAX's state before the step, the twin computes everything itself. The floating-point results
+  must lie within `WHOLE_STEP_BOUNDS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jdspark.config import DrafterConfig, Geometry, StepOptions
+from jdspark.params import DrafterParams
+from jdspark.prefill import store_prefill_context
+from jdspark.state import DecodeState, init_state
+from jdspark.step import DecodeStep, StepInputs, make_decode_step
+
+from . import twin
+from .bridge import compare, largest_difference, to_numpy
+from .cases import normal
+from .parity import Row, before_first_tie
+
+WHOLE_STEP_BOUNDS = {"float32": 1e-5, "bfloat16": 2**-5}
+"""Largest allowed `max|a - b| / max|b|` of a step's floating-point results, by the weights' dtype: some 40 GEMMs deep."""
+
+
+@dataclasses.dataclass
+class ScriptedTarget:
+    """Stands in for a target model: random hidden states, and logits that accept a chosen prefix of each row's drafts.
+
+    It also owns the pages: each slot's grow ahead of its context, drawn from a shuffled pool.
+    """
+
+    config: DrafterConfig
+    geometry: Geometry
+    rng: np.random.Generator
+
+    def __post_init__(self) -> None:
+        self._free = [int(page) for page in self.rng.permutation(self.geometry.num_pages)]
+        self._pages: dict[int, list[int]] = {}
+
+    def grow(self, slot: int, num_tokens: int) -> None:
+        """Make sure that the slot's pages hold `num_tokens`."""
+        pages = self._pages.setdefault(slot, [])
+        wanted = min(-(-num_tokens // self.geometry.page_size), self.geometry.max_blocks_per_seq)
+        while len(pages) < wanted:
+            if not self._free:
+                raise RuntimeError(f"ScriptedTarget: the pool of {self.geometry.num_pages} pages is used up")
+            pages.append(self._free.pop())
+
+    def encoded_offsets(self, slots: Sequence[int]) -> np.ndarray:
+        """The page manager's table for a batch of these slots; the dummy slot owns no page."""
+        offsets = np.full((self.geometry.pool_idx + 1, len(slots), 2, self.geometry.max_blocks_per_seq), -1, np.int32)
+        for row, slot in enumerate(slots):
+            pages = self._pages.get(int(slot), [])
+            offsets[self.geometry.pool_idx, row, 0, : len(pages)] = np.array(pages, np.int32) * self.geometry.offset_divisor
+        return offsets
+
+    def captured(self, num_tokens: int) -> np.ndarray:
+        return normal(self.rng, num_tokens, self.config.captured_size)
+
+    def step_inputs(self, draft_tokens: np.ndarray, slots: Sequence[int], context_slots: Sequence[int] = ()) -> StepInputs:
+        """A verified batch: row b accepts a random prefix of its drafts, of any length from none to all."""
+        B, K = draft_tokens.shape
+        logits = self.rng.standard_normal((len(context_slots) + B * (K + 1), self.config.vocab_size), np.float32)
+        gen = logits[len(context_slots) :].reshape(B, K + 1, -1)
+        for b, prefix in enumerate(self.rng.integers(0, K + 1, B)):
+            gen[b, np.arange(prefix), draft_tokens[b, :prefix]] += 50
+            if prefix < K:
+                gen[b, prefix, draft_tokens[b, prefix]] -= 50
+        return StepInputs(
+            logits=logits,
+            draft_tokens=draft_tokens.astype(np.int32),
+            captured=self.captured(B * (K + 1)),
+            encoded_offsets=self.encoded_offsets([*context_slots, *slots]),
+            slots=np.array(slots, np.int32),
+            num_contexts=len(context_slots),
+        )
+
+    def prompt(self, slot: int, first_position: int, num_tokens: int) -> dict[str, np.ndarray]:
+        """Operands of `store_prefill_context` for one chunk of one request."""
+        return {
+            "captured": self.captured(num_tokens),
+            "positions": np.arange(first_position, first_position + num_tokens, dtype=np.int32),
+            "rows": np.zeros(num_tokens, np.int32),
+            "slots": np.array([slot], np.int32),
+            "encoded_offsets": self.encoded_offsets([slot]),
+        }
+
+
+@dataclasses.dataclass
+class WholeStepReport:
+    """What a run of compared steps showed."""
+
+    exact_rows: list[Row]
+    bounded_rows: list[Row]
+    accepted: list[list[int]]
+    """`num_accepted` of every step's gen rows."""
+    step: DecodeStep
+    state: DecodeState
+    """JAX's state after the last step."""
+
+    @property
+    def agreed(self) -> bool:
+        return all(row.passed == row.cases > 0 for row in [*self.exact_rows, *self.bounded_rows])
+
+
+def stored_latents(state: DecodeState, encoded_offsets: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`[N, L, D]` latents of row 0's tokens, read back from a JAX state's pool."""
+    geometry = state.geometry
+    table = encoded_offsets[geometry.pool_idx, 0, 0] // geometry.offset_divisor
+    pages, offsets = table[positions // geometry.page_size], positions % geometry.page_size
+    pool = to_numpy(state.pool)
+    if geometry.layout == "layer_major":
+        pool = pool.swapaxes(0, 1)
+    return pool[pages, :, offsets]
+
+
+def compare_steps(
+    config: DrafterConfig,
+    params: DrafterParams,
+    geometry: Geometry,
+    *,
+    num_steps: int = 20,
+    prompt_lens: Sequence[int] = (37, 20),
+    dummy_rows: int = 1,
+    context_steps: Sequence[int] = (),
+    options: StepOptions | None = None,
+    seed: int = 0,
+) -> WholeStepReport:
+    """Prefill some prompts, then run `num_steps` decode steps on both sides and compare them after each.
+
+    Args:
+        prompt_lens: one gen request per prompt; each is prefilled in two chunks.
+        dummy_rows: padding rows at the end of every batch, all in the dummy slot.
+        context_steps: steps whose batch also holds a new request's prompt as a context row.
+    """
+    rng = np.random.default_rng(seed)
+    target = ScriptedTarget(config, geometry, rng)
+    dtype = params.kv_a_proj.dtype
+    state = init_state(config, geometry, dtype=dtype)
+    start = normal(rng, *state.pool.shape, dtype=dtype)
+    state = dataclasses.replace(state, pool=state.pool + start)
+    torch_params = twin.as_torch(params)
+    carried = twin.as_torch(state)
+    options = dataclasses.replace(options or StepOptions(), return_intermediates=True)
+    step = make_decode_step(config, geometry, options)
+    bound = WHOLE_STEP_BOUNDS[np.dtype(dtype).name]
+    rows: dict[tuple[str, bool], Row] = {}
+    accepted: list[list[int]] = []
+
+    def enter(name: str, ours: Any, theirs: Any, bounded: bool = False) -> None:
+        row = rows.setdefault((name, bounded), Row(name, ("jax", "torch"), bound=bound if bounded else None))
+        row.cases += 1
+        if bounded:
+            difference = largest_difference(theirs, ours)
+            row.worst, problem = max(row.worst, difference), "" if difference <= bound else f"off by {difference:.3g}"
+        else:
+            comparison = compare(theirs, ours)
+            problem = "" if comparison else comparison.detail
+        row.passed += not problem
+        if problem:
+            row.failures.append(problem)
+
+    def prefill(slot: int, length: int) -> None:
+        nonlocal state, carried
+        target.grow(slot, length + 2 * geometry.max_draft_len + 2)
+        for first in (0, length // 2):
+            chunk = target.prompt(slot, first, length // 2 if first == 0 else length - length // 2)
+            alone = twin.as_torch(state)
+            state = store_prefill_context(params, state, **chunk)
+            twin.store_prefill_context(torch_params, alone, **twin.as_torch(chunk))
+            enter("prefill: pool", state.pool, alone.pool, bounded=True)
+            latents = stored_latents(state, chunk["encoded_offsets"], chunk["positions"])
+            given = twin.as_torch({"given": latents, **chunk})
+            twin.store_prefill_context(torch_params, carried, **given)
+            enter("prefill: pool", state.pool, carried.pool)
+            enter("prefill: ctx_len", state.ctx_len, carried.ctx_len)
+
+    for slot, length in enumerate(prompt_lens):
+        prefill(slot, length)
+    slots = [*range(len(prompt_lens)), *[geometry.dummy_slot] * dummy_rows]
+    new_slot = len(prompt_lens)
+    draft_tokens = np.zeros((len(slots), geometry.max_draft_len), np.int32)
+    for number in range(num_steps):
+        for slot in range(len(prompt_lens)):
+            length = int(to_numpy(state.ctx_len)[slot])
+            target.grow(slot, length + 2 * (geometry.max_draft_len + 2))
+        context_slots = []
+        if number in context_steps:
+            prefill(new_slot, 11)
+            context_slots, new_slot = [new_slot], new_slot + 1
+        inputs = target.step_inputs(draft_tokens, slots, context_slots)
+        torch_inputs = twin.as_torch(inputs)
+        alone = twin.as_torch(state)
+
+        outputs, state = step(params, state, inputs)
+        assert outputs.intermediates is not None
+
+        given = twin.as_torch(outputs.intermediates)
+        exact, carried = twin.decode_step(torch_params, carried, torch_inputs, options, given=given)
+        for field in dataclasses.fields(outputs):
+            ours, theirs = getattr(outputs, field.name), getattr(exact, field.name)
+            if field.name != "intermediates" and ours is not None and theirs is not None:
+                enter(field.name, ours, theirs)
+        for name in ("pool", "ctx_len", "force_counter"):
+            enter(f"state: {name}", getattr(state, name), getattr(carried, name))
+
+        own, _ = twin.decode_step(torch_params, alone, torch_inputs, options)
+        assert own.intermediates is not None
+        for name in ("context_latents", "block_latents", "block_hidden", "base_logits"):
+            enter(name, getattr(outputs.intermediates, name), getattr(own.intermediates, name), bounded=True)
+        ours, theirs = before_first_tie(
+            (outputs.intermediates.draft_logits, outputs.draft_tokens), (own.intermediates.draft_logits, own.draft_tokens)
+        )
+        enter("draft_logits", ours[0], theirs[0], bounded=True)
+        for name in ("accepted_tokens", "num_accepted", "advertised"):
+            enter(f"{name} (own floats)", getattr(outputs, name), getattr(own, name))
+
+        draft_tokens = to_numpy(outputs.draft_tokens)
+        accepted.append([int(n) for n in to_numpy(outputs.num_accepted)[len(context_slots) :]])
+    return WholeStepReport(
+        [row for (_, bounded), row in rows.items() if not bounded],
+        [row for (_, bounded), row in rows.items() if bounded],
+        accepted,
+        step,
+        state,
+    )
