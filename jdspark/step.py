@@ -174,6 +174,9 @@ def decode_step(
             params, config, geometry, noise, prologue.query_positions, pool, placement, advertised,
             state.rope_cos, state.rope_sin, backend=backend,
         )  # fmt: skip
+        # The last layer's attention does not feed the latents; without this it could read after the write, and XLA would
+        # copy the whole pool to allow it.
+        block_hidden, block_latents = jax.lax.optimization_barrier((block_hidden, block_latents))
         pool = ops.write_block_latents(pool, block_latents, placement, layout=geometry.layout, backend=backend)
         slot_hidden = draft_slots(config, block_hidden, K)
         base_logits = draft_logits(params, slot_hidden)

@@ -76,6 +76,8 @@ class Case:
     operands: dict[str, Any]
     """NumPy arrays (or a BlockPlacement of them), by argument name."""
     static: dict[str, Any]
+    dtype: str
+    """Of the floats: `float32` or `bfloat16`."""
     strided: bool = False
     bound: float | None = None
     """None: every backend must give the same bits. Else the largest allowed `max|a - b| / max|b|` of its float outputs."""
@@ -423,4 +425,6 @@ def draw_case(op: str, index: int, seed: int, *, bounded: bool = False) -> Case:
     batch = draw_batch(rng, shape, family)
     operands, static = (BOUNDED_OPS if bounded else EXACT_OPS)[op](rng, batch)
     label = f"{family}, B={shape.B} K={shape.K} P={shape.page_size} columns={shape.max_blocks} {shape.layout} {shape.dtype}"
-    return Case(op, label, operands, static, family == "strided", BOUNDS[shape.dtype.name] if bounded else None)
+    return Case(
+        op, label, operands, static, shape.dtype.name, family == "strided", BOUNDS[shape.dtype.name] if bounded else None
+    )

@@ -274,9 +274,7 @@ def store_prefill_context(
         chunk = positions[of_row]
         fits = bool(((chunk >= 0) & (chunk < limit[row])).all())
         if fits:
-            eager.scatter_context(
-                state.pool, latents[of_row], rows[of_row], chunk, block_tables, layout=geometry.layout
-            )
+            eager.scatter_context(state.pool, latents[of_row], rows[of_row], chunk, block_tables, layout=geometry.layout)
         if int(slots[row]) != geometry.dummy_slot:
             state.ctx_len[slots[row]] = int(chunk.max()) + 1 if fits else 0
     return state

@@ -83,7 +83,7 @@ class ScriptedTarget:
             num_contexts=len(context_slots),
         )
 
-    def prompt(self, slot: int, first_position: int, num_tokens: int) -> dict[str, np.ndarray]:
+    def prompt(self, slot: int, first_position: int, num_tokens: int) -> dict[str, Any]:
         """Operands of `store_prefill_context` for one chunk of one request."""
         return {
             "captured": self.captured(num_tokens),

@@ -1,0 +1,16 @@
+.PHONY: demo test test-long lint
+
+demo:  ## set up, then: checkpoint, prompt, decode steps as one jitted function, and the table against torch
+	@scripts/setup.sh
+	@.venv/bin/python -m torch_bridge.demo
+
+test:  ## set up, then: lint, types and the default tests
+	@scripts/setup.sh
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check --quiet .
+	@.venv/bin/mypy --no-error-summary
+	@.venv/bin/python -m pytest -n 2 -m "not long"
+
+test-long:  ## the long sweeps
+	@scripts/setup.sh
+	@.venv/bin/python -m pytest -n 2 -m long

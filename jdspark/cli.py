@@ -1,0 +1,133 @@
+"""The `jdspark` command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+
+from .checkpoint import CheckpointContents, CheckpointError, inspect_checkpoint
+from .config import ConfigError
+from .ops.backends import Backend, why_unavailable
+
+PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "torch", "triton", "jax-triton")
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a distribution, None if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_backends() -> dict[str, str]:
+    """Per backend: `available`, with how it runs here, or why it is not."""
+    on_gpu = jax.default_backend() == "gpu"
+    torch, triton = installed_version("torch"), installed_version("triton")
+    described = {}
+    for backend in get_args(Backend):
+        reason = why_unavailable(backend)
+        described[backend] = f"not available: {reason}" if reason else "available"
+    if not on_gpu:
+        described["pallas"] += " (no GPU: runs in the Mosaic GPU interpreter, slowly)"
+    described["torch eager"] = "available" if torch else "not available: torch is not installed (pip install 'jdspark[torch]')"
+    if torch and triton:
+        described["torch triton"] = "available" if on_gpu else "available (no GPU: with TRITON_INTERPRET=1, slowly)"
+    else:
+        described["torch triton"] = "not available: torch and triton are not installed (pip install 'jdspark[torch]')"
+    return described
+
+
+def describe_machine() -> dict[str, Any]:
+    """Python, packages, JAX devices and backends of this machine."""
+    return {
+        "python": platform.python_version(),
+        "packages": {package: installed_version(package) or "not installed" for package in PACKAGES},
+        "devices": [f"{device.platform} {device.device_kind}" for device in jax.devices()],
+        "backends": describe_backends(),
+    }
+
+
+def describe_checkpoint(contents: CheckpointContents) -> dict[str, Any]:
+    """Config, heads and tensors of a checkpoint folder, and everything that keeps it from loading."""
+    config = contents.config
+    markov = f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none"
+    confidence = "none"
+    if config.enable_confidence_head:
+        confidence = "with Markov embedding" if config.confidence_head_with_markov else "hidden state only"
+    convention = "0..K-1 (DSpark, shift_label)" if config.shift_label else "1..K (DFlash)"
+    block = "the run's max_draft_len" + ("" if config.shift_label else " + 1")
+    return {
+        "config": dataclasses.asdict(config),
+        "drafts come from block slots": convention,
+        "block": block + (f", at most {config.block_size}" if config.block_size else ""),
+        "latent per token and layer": config.latent_dim,
+        "markov head": markov,
+        "confidence head": confidence,
+        "mask row": "trained" if "mask_token_embedding" in contents.tensors else f"embedding of token {config.mask_token_id}",
+        "parameters": sum(math.prod(stored.shape) for stored in contents.tensors.values()),
+        "tensors": {
+            name: f"{stored.dtype} {list(stored.shape)}" + (f" as {stored.stored_name}" if stored.stored_name != name else "")
+            for name, stored in sorted(contents.tensors.items())
+        },
+        "skipped": list(contents.skipped),
+        "unknown": list(contents.unknown),
+        "missing": list(contents.missing),
+        "problems": contents.problems(),
+    }
+
+
+def print_tree(tree: dict[str, Any], indent: int = 0) -> None:
+    """Print nested dictionaries and lists as indented lines."""
+    for key, value in tree.items():
+        pad = "  " * indent
+        if isinstance(value, dict):
+            print(f"{pad}{key}:")
+            print_tree(value, indent + 1)
+        elif isinstance(value, list | tuple):
+            print(f"{pad}{key}: {', '.join(str(item) for item in value) or 'none'}")
+        else:
+            print(f"{pad}{key}: {value}")
+
+
+def run_info(checkpoint: Path | None, as_json: bool) -> int:
+    """`jdspark info`: returns 1 if the checkpoint does not load."""
+    report: dict[str, Any] = {"machine": describe_machine()}
+    if checkpoint is not None:
+        try:
+            report["checkpoint"] = describe_checkpoint(inspect_checkpoint(checkpoint))
+        except (CheckpointError, ConfigError) as error:
+            report["checkpoint"] = {"problems": [str(error)]}
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_tree(report)
+    problems = report.get("checkpoint", {}).get("problems", [])
+    for problem in problems:
+        print(f"jdspark info: {checkpoint}: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="jdspark", description="The DSpark / DFlash drafter decode step in JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="this machine, its backends, and what a checkpoint folder holds")
+    info.add_argument("checkpoint", nargs="?", type=Path, help="a folder with config.json and *.safetensors")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv)
+    try:
+        return run_info(args.checkpoint, args.json)
+    except BrokenPipeError:  # `jdspark info | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
