@@ -146,7 +146,8 @@ def compare(a: Any, b: Any) -> Comparison:
     if floats[0]:
         bits = np.dtype(f"u{left.dtype.itemsize}")
         same = np.ascontiguousarray(left).view(bits) == np.ascontiguousarray(right).view(bits)
-        differ = ~(same | (np.isnan(left) & np.isnan(right)))
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            differ = ~(same | (np.isnan(left) & np.isnan(right)))
     else:
         differ = left != right
     count = int(np.count_nonzero(differ))

@@ -1,0 +1,29 @@
+import jax
+import pytest
+
+from jdspark import Geometry
+from jdspark.presets import TINY, random_drafter
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+
+    if jax.default_backend() == "gpu" and torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU visible to both JAX and torch")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def params():
+    """A tiny fp32 drafter with a random output head."""
+    return random_drafter(TINY, 0, dtype="float32")
+
+
+@pytest.fixture
+def geometry():
+    return Geometry(
+        max_batch=4, max_draft_len=7, page_size=4, num_pages=48, max_blocks_per_seq=12, max_ctx=36, offset_divisor=2
+    )

@@ -1,0 +1,124 @@
+"""`python -m torch_bridge.parity`, `jdspark info` and the demo, as a user meets them."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from jdspark import cli, save_drafter
+from jdspark.presets import TINY, random_drafter
+from torch_bridge import eager, parity
+
+
+def test_parity_report(capsys, tmp_path):
+    report = tmp_path / "report.json"
+    assert parity.main(["--ops", "next_tokens,context_latents", "--cases", "9", "--seed", "3", "--json", str(report)]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    # next_tokens against torch, and each op's second run
+    assert lines[-1] == "parity: 27/27 cases bit-identical"
+    assert lines[-2] == "bounded: 9/9 cases within their bound"
+    written = json.loads(report.read_text())
+    assert [(row["op"], row["backends"]) for row in written["exact"]] == [
+        ("next_tokens", ["xla", "eager"]),
+        ("next_tokens", ["xla", "xla twice"]),
+        ("context_latents", ["xla", "xla twice"]),
+    ]
+    assert {row["op"] for row in written["bounded"]} == {"context_latents float32", "context_latents bfloat16"}
+    assert all(0 < row["worst"] <= row["bound"] for row in written["bounded"])
+
+
+def test_parity_exits_1_on_one_wrong_bit(capsys, monkeypatch):
+    original = eager.refresh_block_tables
+
+    def off_by_one(encoded_offsets, **static):
+        tables, counts = original(encoded_offsets, **static)
+        return tables, counts - (counts == 1).int()
+
+    monkeypatch.setattr(eager, "refresh_block_tables", off_by_one)
+    assert parity.main(["--ops", "refresh_block_tables", "--cases", "32"]) == 1
+    output = capsys.readouterr().out
+    passed, total = map(int, re.search(r"parity: (\d+)/(\d+) cases bit-identical", output.splitlines()[-1]).groups())
+    assert passed < total == 64
+    assert "MISMATCH refresh_block_tables (xla / eager): " in output
+    assert "elements differ, first at" in output
+
+
+def test_parity_exits_1_past_a_bound(capsys, monkeypatch):
+    original = eager.context_latents
+    monkeypatch.setattr(eager, "context_latents", lambda *a, **k: original(*a, **k) * 1.05)
+    assert parity.main(["--ops", "context_latents", "--cases", "4"]) == 1
+    assert "bounded: 0/4 cases within their bound" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ops", "softmax"], "--ops: unknown softmax; known are refresh_block_tables"),
+        (["--cases", "0"], "--cases is 0, expected at least 1"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_parity_refuses_bad_arguments(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        parity.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_parity_on_a_gpu_that_is_not_there(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parity.main(["--device", "gpu"])
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_info(capsys, tmp_path):
+    assert cli.main(["info", "--json"]) == 0
+    machine = json.loads(capsys.readouterr().out)["machine"]
+    assert machine["packages"]["jax"].startswith("0.1")
+    assert machine["backends"]["xla"] == "available"
+    assert set(machine["backends"]) == {"xla", "pallas", "triton", "torch eager", "torch triton"}
+
+    save_drafter(tmp_path, TINY, random_drafter(TINY, 0))
+    assert cli.main(["info", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    for line in (
+        "markov head: vanilla, rank 8",
+        "confidence head: with Markov embedding",
+        "drafts come from block slots: 0..K-1 (DSpark, shift_label)",
+        "fc.weight: BF16 [32, 32]",
+        "missing: none",
+        "unknown: none",
+        "problems: none",
+    ):
+        assert line in output
+
+
+def test_info_names_what_is_wrong_with_a_checkpoint(capsys, tmp_path):
+    save_drafter(tmp_path, TINY, random_drafter(TINY, 0))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert cli.main(["info", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "missing: layers.2.input_layernorm.weight" in captured.out
+    assert "tensor layers.2.self_attn.q_a_proj.weight is missing" in captured.err
+    assert cli.main(["info", str(tmp_path / "nowhere")]) == 1
+    assert "config.json does not exist" in capsys.readouterr().err
+
+
+def test_info_runs_without_torch_being_imported():
+    code = "import sys; from jdspark import cli; cli.main(['info']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_demo(capsys, tmp_path):
+    from torch_bridge import demo
+
+    arguments = ["--checkpoint", str(tmp_path), "--steps", "3", "--cases", "2", "--layout", "page_major"]
+    assert demo.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "1 compilation for all of them" in output
+    assert "the pool is not copied" in output
+    assert re.search(r"parity: (\d+)/\1 cases bit-identical", output)

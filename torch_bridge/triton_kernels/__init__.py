@@ -1,0 +1,51 @@
+"""The fused torch path: each op of `jdspark.ops` as one or two Triton kernels, pools and `ctx_len` updated in place.
+
+The names below are the torch launchers. JAX launches the same kernels through `<op>_in_jax` of each module, and needs no torch
+for it: nothing here imports torch before a torch launcher runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .accept_strict import accept_strict
+from .advance_ctx_len import advance_ctx_len
+from .block_placement import block_placement
+from .context_latents import context_latents, norm_rope
+from .gen_prologue import gen_prologue
+from .markov_chain import markov_chain
+from .next_tokens import next_tokens
+from .noise_block import noise_block
+from .refresh_block_tables import refresh_block_tables
+from .scatter_context import scatter_context
+from .store_gen_context import store_gen_context
+from .write_block_latents import write_block_latents
+
+if TYPE_CHECKING:
+    from ..eager import BlockPlacement, Prologue
+
+__all__ = [
+    "BlockPlacement",
+    "Prologue",
+    "accept_strict",
+    "advance_ctx_len",
+    "block_placement",
+    "context_latents",
+    "gen_prologue",
+    "markov_chain",
+    "next_tokens",
+    "noise_block",
+    "norm_rope",
+    "refresh_block_tables",
+    "scatter_context",
+    "store_gen_context",
+    "write_block_latents",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("BlockPlacement", "Prologue"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .. import eager
+
+    return getattr(eager, name)
