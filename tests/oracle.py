@@ -141,6 +141,57 @@ def write_block_latents(pool, block_latents, placement, *, layout="layer_major",
     return (pool,)
 
 
+def prepare_step(
+    encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, *, pool_idx, divisor, page_size, block_size, max_ctx,
+    mask_token_id, num_contexts=0, advance=True,
+):  # fmt: skip
+    B, width = accepted_tokens.shape
+    room = {"page_size": page_size, "block_size": block_size}
+    tables, counts = refresh_block_tables(encoded_offsets, pool_idx=pool_idx, num_seqs=num_contexts + B, divisor=divisor)
+    prologue = gen_prologue(
+        accepted_tokens, num_accepted, ctx_len, slots, block_size=block_size, max_ctx=max_ctx, mask_token_id=mask_token_id
+    )
+    pages, offsets = np.zeros((B, width), np.int64), np.zeros((B, width), np.int64)
+    for b in range(B):
+        row, count = num_contexts + b, int(counts[num_contexts + b])
+        c = int(ctx_len[slot_of(slots, b, ctx_len)])
+        taken = {}
+        for j in range(width):
+            q = max(min(c + j, count * page_size - 1), 0)
+            pages[b, j], offsets[b, j] = tables[row, q // page_size] if count else -1, q % page_size
+            loser = taken.get((pages[b, j], offsets[b, j]))
+            if loser is not None:
+                pages[b, loser] = -1
+            taken[pages[b, j], offsets[b, j]] = j
+    if advance:
+        ctx_len, advertised = advance_ctx_len(
+            ctx_len, slots, num_accepted, counts, **room, max_ctx=max_ctx, first_row=num_contexts
+        )
+    else:
+        advertised = np.array([
+            min(int(ctx_len[slot_of(slots, b, ctx_len)]), max(int(counts[num_contexts + b]) * page_size - block_size, 0))
+            for b in range(B)
+        ])  # fmt: skip
+    placement = block_placement(advertised, tables, **room, first_row=num_contexts, block_counts=counts)
+    return tables, counts, *prologue, pages, offsets, ctx_len, advertised, *placement
+
+
+def store_prepared(pool, latents, num_accepted, store_pages, store_offsets, *, layout="layer_major"):
+    pool = pool.copy()
+    pages = pages_of(pool, layout)
+    B, width = store_pages.shape
+    for b in range(B):
+        for j in range(width):
+            page = int(store_pages[b, j])
+            if 0 <= page < len(pages):
+                x = latents[b * width + j]
+                if j >= clip(num_accepted[b], 1, width):
+                    with np.errstate(invalid="ignore"):
+                        x = (x.astype(np.float32) * np.float32(0)).astype(x.dtype)
+                bits(pages)[page, :, int(store_offsets[b, j])] = bits(x)
+    return (pool,)
+
+
 def argmax(row):
     best = 0
     for i, x in enumerate(row):

@@ -30,6 +30,11 @@ INTERFACE = {
     "scatter_context": "pool, latents, rows, positions, block_tables, *, layout, backend",
     "block_placement": "advertised, block_tables, *, block_size, page_size, first_row, block_counts, backend",
     "write_block_latents": "pool, block_latents, placement, *, layout, layer, backend",
+    "prepare_step": (
+        "encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, *, pool_idx, divisor, page_size, block_size, max_ctx,"
+        " mask_token_id, num_contexts, advance, backend"
+    ),
+    "store_prepared": "pool, latents, num_accepted, store_pages, store_offsets, *, layout, backend",
     "accept_strict": "logits, draft_tokens, *, num_contexts, force, force_counter, backend",
     "markov_chain": "base_logits, anchor, w1, w2, *, backend",
     "next_tokens": "accepted_tokens, num_accepted, draft_tokens, *, backend",

@@ -324,6 +324,40 @@ def accept_strict(rng: np.random.Generator, batch: Batch) -> Drawn:
     }
 
 
+def prepare_step(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    return {
+        "encoded_offsets": batch.encoded_offsets,
+        "accepted_tokens": batch.accepted_tokens,
+        "num_accepted": batch.num_accepted,
+        "ctx_len": batch.ctx_len,
+        "slots": batch.slots,
+    }, {
+        "pool_idx": 1,
+        "divisor": shape.divisor,
+        "page_size": shape.page_size,
+        "block_size": shape.block_size,
+        "max_ctx": batch.max_ctx,
+        "mask_token_id": 3,
+        "num_contexts": shape.num_contexts,
+        "advance": bool(rng.random() < 0.7),
+    }
+
+
+def store_prepared(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    pages = rng.integers(-1, shape.num_pages, (shape.B, shape.K + 1))
+    if batch.family == "hostile":
+        pages[rng.random(pages.shape) < 0.3] = rng.choice([-9, shape.num_pages, 2**30])
+    return {
+        "pool": draw_pool(rng, shape),
+        "latents": draw_latents(rng, batch, shape.B * (shape.K + 1), shape.L),
+        "num_accepted": batch.num_accepted,
+        "store_pages": int32(pages),
+        "store_offsets": int32(rng.integers(0, shape.page_size, pages.shape)),
+    }, {"layout": shape.layout}
+
+
 def next_tokens(rng: np.random.Generator, batch: Batch) -> Drawn:
     shape = batch.shape
     rows = shape.num_contexts + shape.B
@@ -400,6 +434,8 @@ EXACT_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
     "scatter_context": scatter_context,
     "block_placement": block_placement,
     "write_block_latents": write_block_latents,
+    "prepare_step": prepare_step,
+    "store_prepared": store_prepared,
     "accept_strict": accept_strict,
     "next_tokens": next_tokens,
     "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=True),

@@ -43,7 +43,12 @@ def run_xla(case: Case) -> tuple[Any, ...]:
     """The plain JAX definition, jitted."""
     static = tuple(sorted(case.static.items()))
     result = _jitted(case.op, static, tuple(case.operands))(*case.operands.values())
-    return tuple(result) if isinstance(result, tuple) else (result,)
+    return flat(result)
+
+
+def flat(result: Any) -> tuple[Any, ...]:
+    """The arrays of an op's result, named tuples inside named tuples included."""
+    return tuple(part for item in result for part in flat(item)) if isinstance(result, tuple) else (result,)
 
 
 def as_strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +76,7 @@ def run_eager(case: Case, device: str) -> tuple[Any, ...]:
 
     operands = {name: operand(name, value) for name, value in case.operands.items()}
     result = getattr(eager, case.op)(**operands, **case.static)
-    return tuple(result) if isinstance(result, tuple) else (result,)
+    return flat(result)
 
 
 def run(case: Case, backend: str, device: str) -> tuple[Any, ...]:

@@ -13,14 +13,17 @@ from .gen_prologue import Prologue, gen_prologue
 from .markov_chain import markov_chain
 from .next_tokens import next_tokens
 from .noise_block import noise_block
+from .prepare_step import PreparedStep, prepare_step
 from .refresh_block_tables import refresh_block_tables
 from .scatter_context import scatter_context
 from .store_gen_context import store_gen_context
+from .store_prepared import store_prepared
 from .write_block_latents import write_block_latents
 
 __all__ = [
     "BackendUnavailable",
     "BlockPlacement",
+    "PreparedStep",
     "Prologue",
     "accept_strict",
     "advance_ctx_len",
@@ -32,8 +35,10 @@ __all__ = [
     "next_tokens",
     "noise_block",
     "norm_rope",
+    "prepare_step",
     "refresh_block_tables",
     "scatter_context",
     "store_gen_context",
+    "store_prepared",
     "write_block_latents",
 ]

@@ -27,3 +27,8 @@ def times_zero(x: jax.Array) -> jax.Array:
     exponent = as_bits(jnp.array(jnp.inf, x.dtype))
     nan = as_bits(jnp.array(jnp.nan, x.dtype))
     return jnp.where((bits & exponent) == exponent, nan, bits & sign)
+
+
+def keep_or_zero(keep: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` bit for bit where `keep`, its product with zero elsewhere."""
+    return from_bits(jnp.where(keep, as_bits(x), times_zero(x)), x.dtype)

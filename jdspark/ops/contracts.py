@@ -196,6 +196,38 @@ def context_latents(projected: Any, positions: Any, kv_a_proj: Any, kv_a_norm: A
     expect(op, "sin", sin, {"length": cos.shape[0], "rope/2": rope_dim // 2}, ("float32",))
 
 
+def prepare_step(
+    encoded_offsets: Any,
+    accepted_tokens: Any,
+    num_accepted: Any,
+    ctx_len: Any,
+    slots: Any,
+    pool_idx: int,
+    divisor: int,
+    page_size: int,
+    block_size: int,
+    max_ctx: int,
+    mask_token_id: int,
+    num_contexts: int,
+) -> None:
+    gen_prologue(accepted_tokens, num_accepted, ctx_len, slots, block_size, max_ctx, mask_token_id)
+    expect_number("prepare_step", "num_contexts", num_contexts, 0)
+    refresh_block_tables(encoded_offsets, pool_idx, num_contexts + slots.shape[0], divisor)
+    expect_number("prepare_step", "the width max_blocks of encoded_offsets", encoded_offsets.shape[3], 1)
+    expect_number("prepare_step", "page_size", page_size, 1)
+
+
+def store_prepared(pool: Any, latents: Any, num_accepted: Any, store_pages: Any, store_offsets: Any, layout: Layout) -> None:
+    op = "store_prepared"
+    num_layers, _, _, width = pool_dims(op, pool, layout)
+    expect(op, "store_pages", store_pages, {"B": None, "K+1": None}, INTEGERS)
+    num_gen, tokens = store_pages.shape
+    expect(op, "store_offsets", store_offsets, {"B": num_gen, "K+1": tokens}, INTEGERS)
+    expect(op, "num_accepted", num_accepted, {"B": num_gen}, INTEGERS)
+    expect(op, "latents", latents, {"B*(K+1)": num_gen * tokens, "L": num_layers, "D": width})
+    expect_same_dtype(op, "latents", latents, pool)
+
+
 def block_attention(
     query: Any,
     block_latents: Any,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from . import contracts
 from .backends import kernel
-from .bits import as_bits, from_bits, times_zero
+from .bits import keep_or_zero
 from .checks import Layout
 from .latent_pool import write_latents
 from .safety import gen_slice, safe_block_counts, safe_num_accepted, safe_slots
@@ -54,19 +54,23 @@ def store_gen_context(
     if num_gen == 0:
         return pool
 
-    ctx_len = jnp.asarray(ctx_len)
-    block_tables = gen_slice(block_tables, first_row, num_gen)
-    block_counts = safe_block_counts(gen_slice(block_counts, first_row, num_gen), block_tables.shape[1])
-    n = safe_num_accepted(num_accepted, K)
-    c = ctx_len[safe_slots(slots, ctx_len)]
+    block_tables, block_counts = (gen_slice(x, first_row, num_gen) for x in (block_tables, block_counts))
+    pages, offsets = store_destinations(ctx_len, slots, block_tables, block_counts, K=K, page_size=page_size)
+    accepted = jnp.arange(K + 1) < safe_num_accepted(num_accepted, K)[:, None]
+    values = keep_or_zero(accepted.reshape(-1, 1, 1), jnp.asarray(latents))
+    return write_latents(pool, values, pages.reshape(-1), offsets.reshape(-1), layout)
 
-    j = jnp.arange(K + 1, dtype=jnp.int32)
+
+def store_destinations(
+    ctx_len: jax.Array, slots: jax.Array, block_tables: jax.Array, block_counts: jax.Array, *, K: int, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Pages and offsets `[B, K+1]` of the verified tokens, from the gen rows' tables; page -1 where a row owns no page."""
+    ctx_len = jnp.asarray(ctx_len)
+    block_counts = safe_block_counts(block_counts, block_tables.shape[1])
+    c = ctx_len[safe_slots(slots, ctx_len)]
     last = (block_counts * page_size - 1)[:, None]
     # min(c, last) first: the same number, and c + j cannot overflow
-    column = jnp.maximum(jnp.minimum(jnp.minimum(c[:, None], last) + j, last), 0)
+    column = jnp.minimum(jnp.minimum(c[:, None], last) + jnp.arange(K + 1, dtype=jnp.int32), last)
+    column = jnp.maximum(column, 0)
     page = jnp.take_along_axis(block_tables, column // page_size, axis=1)
-    page = jnp.where(block_counts[:, None] == 0, -1, page)
-    accepted = (j < n[:, None]).reshape(-1, 1, 1)
-    latents = jnp.asarray(latents)
-    values = from_bits(jnp.where(accepted, as_bits(latents), times_zero(latents)), latents.dtype)
-    return write_latents(pool, values, page.reshape(-1), (column % page_size).reshape(-1), layout)
+    return jnp.where(block_counts[:, None] == 0, -1, page), column % page_size

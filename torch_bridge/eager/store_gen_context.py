@@ -27,16 +27,26 @@ def store_gen_context(
     if num_gen == 0:
         return pool
 
-    tables = block_tables[first_row : first_row + num_gen].long()
-    counts = safe_block_counts(block_counts[first_row : first_row + num_gen], tables.shape[1]).unsqueeze(1)
-    n = safe_num_accepted(num_accepted, K).unsqueeze(1)
-    c = ctx_len[safe_slots(slots, ctx_len)].long().unsqueeze(1)
-    j = torch.arange(K + 1, device=pool.device)
-
-    column = torch.minimum(c + j, counts * page_size - 1).clamp(min=0)
-    page = tables.gather(1, torch.div(column, page_size, rounding_mode="floor"))
-    page = torch.where(counts == 0, -1, page)
-    # a real product with zero: a zero of the latent's sign, or NaN where the latent is not finite
-    values = torch.where((j < n).reshape(-1, 1, 1), latents, latents * 0)
-    write_latents(pool, values, page.reshape(-1), (column % page_size).reshape(-1), layout)
+    tables, counts = (x[first_row : first_row + num_gen] for x in (block_tables, block_counts))
+    pages, offsets = store_destinations(ctx_len, slots, tables, counts, K=K, page_size=page_size)
+    write_latents(pool, kept_or_zeroed(latents, num_accepted, K), pages.reshape(-1), offsets.reshape(-1), layout)
     return pool
+
+
+def store_destinations(
+    ctx_len: torch.Tensor, slots: torch.Tensor, tables: torch.Tensor, counts: torch.Tensor, *, K: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages and offsets `[B, K+1]` of the verified tokens, from the gen rows' tables; page -1 where a row owns no page."""
+    counts = safe_block_counts(counts, tables.shape[1]).unsqueeze(1)
+    c = ctx_len[safe_slots(slots, ctx_len)].long().unsqueeze(1)
+    column = torch.minimum(c + torch.arange(K + 1, device=ctx_len.device), counts * page_size - 1).clamp(min=0)
+    page = tables.long().gather(1, torch.div(column, page_size, rounding_mode="floor"))
+    return torch.where(counts == 0, -1, page), column % page_size
+
+
+def kept_or_zeroed(latents: torch.Tensor, num_accepted: torch.Tensor, K: int) -> torch.Tensor:
+    """The accepted tokens' latents as they are, the rejected ones times zero."""
+    n = safe_num_accepted(num_accepted, K).unsqueeze(1)
+    accepted = torch.arange(K + 1, device=latents.device) < n
+    # a real product: a zero of the latent's sign, or NaN where the latent is not finite
+    return torch.where(accepted.reshape(-1, 1, 1), latents, latents * 0)
