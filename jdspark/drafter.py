@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from .config import DrafterConfig, Geometry
-from .ops import block_attention, context_latents
+from .ops import block_attention, context_latents, norm_rope
 from .ops.block_placement import BlockPlacement
-from .ops.context_latents import at_positions, norm_rope, rms_norm, rope
+from .ops.norm_rope import at_positions, rms_norm, rope
 from .ops.safety import safe_tokens
 from .params import DrafterParams, LayerParams
 from .rope import softmax_scale
@@ -85,14 +85,15 @@ def draft_block(
     for index, layer in enumerate(params.layers):
         x = rms_norm(h, layer.input_layernorm, config.rms_norm_eps)
         query = absorbed_query(layer, config, x, cos, sin)
+        compressed = linear(x, params.kv_a_proj[index])
         latent = norm_rope(
-            linear(x, params.kv_a_proj[index]),
-            query_positions,
-            params.kv_a_layernorm[index],
+            compressed.reshape(-1, 1, config.latent_dim),
+            query_positions.reshape(-1),
+            params.kv_a_layernorm[index : index + 1],
             rope_cos,
             rope_sin,
             eps=config.rms_norm_eps,
-        )
+        ).reshape(compressed.shape)
         latents.append(latent)
         attended = block_attention(
             query,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
-Array = Any
-"""A jax.Array, an abstract value of the same shape, or a torch tensor in the torch twin."""
+from .ops.checks import Array
 
 
 @jax.tree_util.register_dataclass

@@ -402,6 +402,12 @@ def context_latents(rng: np.random.Generator, batch: Batch) -> Drawn:
     }, {"eps": 1e-5}
 
 
+def norm_rope(rng: np.random.Generator, batch: Batch) -> Drawn:
+    operands, static = context_latents(rng, batch)
+    latents = normal(rng, len(operands["positions"]), batch.shape.L, batch.shape.D, dtype=batch.shape.dtype)
+    return {"latents": latents, **{name: operands[name] for name in ("positions", "kv_a_norm", "cos", "sin")}}, static
+
+
 def block_attention(rng: np.random.Generator, batch: Batch) -> Drawn:
     shape = dataclasses.replace(batch.shape, max_blocks=min(batch.shape.max_blocks, 40))
     tables = np.clip(batch.block_tables[shape.num_contexts :, : shape.max_blocks], 0, shape.num_pages - 1)
@@ -443,6 +449,7 @@ EXACT_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
 """Ops whose backends must agree in every bit; the Markov product on integers, whose sums are exact."""
 
 BOUNDED_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
+    "norm_rope": norm_rope,
     "context_latents": context_latents,
     "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=False),
     "block_attention": block_attention,

@@ -11,6 +11,7 @@ import jax
 import torch
 
 from jdspark.config import DrafterConfig, StepOptions
+from jdspark.ops import BlockPlacement
 from jdspark.ops.accept_strict import advances_force_counter
 from jdspark.params import DrafterParams, LayerParams
 from jdspark.rope import softmax_scale
@@ -20,8 +21,7 @@ from jdspark.step import Intermediates, StepInputs, StepOutputs
 from . import eager
 from .bridge import to_torch
 from .eager.advance_ctx_len import advertised_ctx_len
-from .eager.block_placement import BlockPlacement
-from .eager.context_latents import at_positions, norm_rope, rms_norm, rope
+from .eager.norm_rope import at_positions, rms_norm, rope
 from .eager.safety import safe_block_counts, safe_slots
 
 
@@ -85,14 +85,15 @@ def draft_block(
     for index, layer in enumerate(params.layers):
         x = rms_norm(h, layer.input_layernorm, config.rms_norm_eps)
         query = absorbed_query(layer, config, x, cos, sin)
-        latent = norm_rope(
-            linear(x, params.kv_a_proj[index]),
-            query_positions,
-            params.kv_a_layernorm[index],
+        compressed = linear(x, params.kv_a_proj[index])
+        latent = eager.norm_rope(
+            compressed.reshape(-1, 1, config.latent_dim),
+            query_positions.reshape(-1),
+            params.kv_a_layernorm[index : index + 1],
             state.rope_cos,
             state.rope_sin,
             eps=config.rms_norm_eps,
-        )
+        ).reshape(compressed.shape)
         latents.append(latent)
         attended = eager.block_attention(
             query,

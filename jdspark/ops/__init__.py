@@ -8,11 +8,12 @@ from .advance_ctx_len import advance_ctx_len
 from .backends import BackendUnavailable
 from .block_attention import block_attention
 from .block_placement import BlockPlacement, block_placement
-from .context_latents import context_latents, norm_rope
+from .context_latents import context_latents
 from .gen_prologue import Prologue, gen_prologue
 from .markov_chain import markov_chain
 from .next_tokens import next_tokens
 from .noise_block import noise_block
+from .norm_rope import norm_rope
 from .prepare_step import PreparedStep, prepare_step
 from .refresh_block_tables import refresh_block_tables
 from .scatter_context import scatter_context

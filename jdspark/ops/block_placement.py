@@ -7,21 +7,22 @@ import jax.numpy as jnp
 
 from . import contracts
 from .backends import kernel
+from .checks import Array
 from .safety import gen_slice, safe_block_counts
 
 
 class BlockPlacement(NamedTuple):
     """Where the block lies in the pages; the same for every layer, so built once per step."""
 
-    pages: jax.Array
+    pages: Array
     """`[B, block_size]` int32; -1 where the request owns no page: writes drop it, reads mask it."""
-    offsets: jax.Array
+    offsets: Array
     """`[B, block_size]` int32, inside the page."""
-    upper: jax.Array
+    upper: Array
     """`[1, block_size, 1, block_size]` bool: key index > query index, for kernels that are causal inside the block."""
-    page_tables: jax.Array
+    page_tables: Array
     """`[B, max_blocks]` int32, the gen rows of the block tables."""
-    seq_lens: jax.Array
+    seq_lens: Array
     """`[B]` int32, `advertised + block_size`: the drafter's key count."""
 
 

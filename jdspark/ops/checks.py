@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+Array = Any
+"""A jax.Array, an abstract value of the same shape, or a torch tensor on the torch side."""
+
 Layout = Literal["layer_major", "page_major"]
 """Axis order of the latent pool: `[L, pages, P, D]` or `[pages, L, P, D]`."""
 

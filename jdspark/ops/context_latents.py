@@ -1,52 +1,9 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from . import contracts
-from .backends import kernel
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis: `w * (x * rsqrt(mean(x^2) + eps))` in fp32, cast to x's dtype."""
-    x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (weight.astype(jnp.float32) * y).astype(x.dtype)
-
-
-def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate adjacent pairs (re, im) of the last axis: `(re*cos - im*sin, re*sin + im*cos)` in fp32, cast to x's dtype.
-
-    `cos`, `sin`: fp32, half of x's last axis, broadcast against the rest.
-    """
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
-    re, im = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([re * cos - im * sin, re * sin + im * cos], axis=-1)
-    return rotated.reshape(x.shape).astype(x.dtype)
-
-
-def at_positions(table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rows of a rope table; positions outside it are clipped (they belong to padding or to corrupted state)."""
-    return table[jnp.clip(positions, 0, table.shape[0] - 1)]
-
-
-def norm_rope(
-    latents: jax.Array, positions: jax.Array, weight: jax.Array, cos: jax.Array, sin: jax.Array, *, eps: float
-) -> jax.Array:
-    """RMSNorm of the first `kv_lora_rank` numbers of each latent, RoPE of the rest.
-
-    The context's and the block's latents both go through here: the two halves of one attention agree bit for bit.
-
-    Args:
-        latents: `[..., D]`, the output of `kv_a_proj`.
-        positions: int32, broadcastable to `latents.shape[:-1]`.
-        weight: `[..., kv_lora_rank]`, broadcastable against the latents.
-        cos, sin: `[length, (D - kv_lora_rank) / 2]` fp32.
-    """
-    rank = weight.shape[-1]
-    normed = rms_norm(latents[..., :rank], weight, eps)
-    rotated = rope(latents[..., rank:], at_positions(cos, positions), at_positions(sin, positions))
-    return jnp.concatenate([normed, rotated], axis=-1)
+from .norm_rope import norm_rope
 
 
 def context_latents(
@@ -60,7 +17,9 @@ def context_latents(
     eps: float,
     backend: str = "xla",
 ) -> jax.Array:
-    """Every layer's latent of the projected context rows: one GEMM over the stacked layers, then `norm_rope` per layer.
+    """Every layer's latent of the projected context rows: one GEMM over the stacked layers, then `norm_rope`.
+
+    The GEMM is XLA's on every backend; `backend` picks the norm and rope.
 
     Args:
         projected: `[N, H]`, `hidden_norm(fc(captured))`; cast to the weights' dtype.
@@ -77,12 +36,9 @@ def context_latents(
         TypeError, ValueError: wrong dtype or shape.
     """
     contracts.context_latents(projected, positions, kv_a_proj, kv_a_norm, cos, sin)
-    if backend != "xla":
-        return kernel("context_latents", backend)(projected, positions, kv_a_proj, kv_a_norm, cos, sin, eps=eps)
-
     num_layers, width, hidden = kv_a_proj.shape
     stacked = kv_a_proj.reshape(num_layers * width, hidden)
     # the barrier keeps the GEMM's rounding to the weights' dtype, which XLA may skip inside a fusion
     latents = jax.lax.optimization_barrier(projected.astype(kv_a_proj.dtype) @ stacked.T)
     latents = latents.reshape(-1, num_layers, width)
-    return norm_rope(latents, jnp.asarray(positions)[:, None], kv_a_norm, cos, sin, eps=eps)
+    return norm_rope(latents, positions, kv_a_norm, cos, sin, eps=eps, backend=backend)

@@ -189,6 +189,18 @@ def context_latents(projected: Any, positions: Any, kv_a_proj: Any, kv_a_norm: A
     num_layers, width, hidden = kv_a_proj.shape
     expect(op, "projected", projected, {"N": None, "H": hidden}, FLOATS)
     expect(op, "positions", positions, {"N": projected.shape[0]}, INTEGERS)
+    _norm_rope_weights(op, num_layers, width, kv_a_norm, cos, sin)
+
+
+def norm_rope(latents: Any, positions: Any, kv_a_norm: Any, cos: Any, sin: Any) -> None:
+    op = "norm_rope"
+    expect(op, "latents", latents, {"N": None, "L": None, "D": None}, FLOATS)
+    num_tokens, num_layers, width = latents.shape
+    expect(op, "positions", positions, {"N": num_tokens}, INTEGERS)
+    _norm_rope_weights(op, num_layers, width, kv_a_norm, cos, sin)
+
+
+def _norm_rope_weights(op: str, num_layers: int, width: int, kv_a_norm: Any, cos: Any, sin: Any) -> None:
     expect(op, "kv_a_norm", kv_a_norm, {"L": num_layers, "kv_lora_rank": None}, FLOATS)
     rope_dim = width - kv_a_norm.shape[1]
     expect_number(op, "the rope width D - kv_lora_rank", rope_dim, 0)

@@ -7,19 +7,20 @@ import jax.numpy as jnp
 
 from . import contracts
 from .backends import kernel
+from .checks import Array
 from .safety import safe_num_accepted, safe_slots
 
 
 class Prologue(NamedTuple):
     """What a decode step knows about its gen requests before it touches the cache; all int32."""
 
-    bonus: jax.Array
+    bonus: Array
     """`[B]`: the last accepted token, the block's anchor."""
-    query_positions: jax.Array
+    query_positions: Array
     """`[B, block_size]`: sequence positions of the block."""
-    context_positions: jax.Array
+    context_positions: Array
     """`[B, K+1]`: sequence positions of the verified tokens."""
-    embedding_ids: jax.Array
+    embedding_ids: Array
     """`[B+1]`: the bonus tokens, then the mask token."""
 
 

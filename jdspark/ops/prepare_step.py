@@ -9,6 +9,7 @@ from . import contracts
 from .advance_ctx_len import advance_ctx_len, advertised_ctx_len
 from .backends import kernel
 from .block_placement import BlockPlacement, block_placement
+from .checks import Array
 from .gen_prologue import Prologue, gen_prologue
 from .refresh_block_tables import refresh_block_tables
 from .safety import gen_slice
@@ -18,19 +19,19 @@ from .store_gen_context import store_destinations
 class PreparedStep(NamedTuple):
     """All that a decode step knows about its gen requests before it touches the pool; int32 but for `placement.upper`."""
 
-    block_tables: jax.Array
+    block_tables: Array
     """`[num_contexts + B, max_blocks]`"""
-    block_counts: jax.Array
+    block_counts: Array
     """`[num_contexts + B]`"""
     prologue: Prologue
-    store_pages: jax.Array
+    store_pages: Array
     """`[B, K+1]`: the page of each verified token; -1 where it writes nothing, because its request owns no page or a later
     token of the same request goes to the same place."""
-    store_offsets: jax.Array
+    store_offsets: Array
     """`[B, K+1]`, inside the page."""
-    ctx_len: jax.Array
+    ctx_len: Array
     """`[max_batch + 1]`, advanced."""
-    advertised: jax.Array
+    advertised: Array
     """`[B]`"""
     placement: BlockPlacement
 

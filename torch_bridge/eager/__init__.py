@@ -3,15 +3,18 @@
 Nothing here waits for the device or depends on its values in a shape, so a CUDA graph can capture the chain.
 """
 
+from jdspark.ops import BlockPlacement, PreparedStep, Prologue
+
 from .accept_strict import accept_strict
 from .advance_ctx_len import advance_ctx_len
 from .block_attention import block_attention
-from .block_placement import BlockPlacement, block_placement
-from .context_latents import context_latents, norm_rope
-from .gen_prologue import Prologue, gen_prologue
+from .block_placement import block_placement
+from .context_latents import context_latents
+from .gen_prologue import gen_prologue
 from .markov_chain import markov_chain
 from .next_tokens import next_tokens
 from .noise_block import noise_block
+from .norm_rope import norm_rope
 from .prepare_step import prepare_step
 from .refresh_block_tables import refresh_block_tables
 from .scatter_context import scatter_context
@@ -21,6 +24,7 @@ from .write_block_latents import write_block_latents
 
 __all__ = [
     "BlockPlacement",
+    "PreparedStep",
     "Prologue",
     "accept_strict",
     "advance_ctx_len",

@@ -1,22 +1,10 @@
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from jdspark.ops import contracts
+from jdspark.ops import BlockPlacement, contracts
 
 from .safety import safe_block_counts
-
-
-class BlockPlacement(NamedTuple):
-    """See `jdspark.ops.BlockPlacement`; pages, offsets and seq_lens int64, page_tables int32."""
-
-    pages: torch.Tensor
-    offsets: torch.Tensor
-    upper: torch.Tensor
-    page_tables: torch.Tensor
-    seq_lens: torch.Tensor
 
 
 def block_placement(

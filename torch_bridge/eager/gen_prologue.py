@@ -1,21 +1,10 @@
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from jdspark.ops import contracts
+from jdspark.ops import Prologue, contracts
 
 from .safety import safe_num_accepted, safe_slots
-
-
-class Prologue(NamedTuple):
-    """See `jdspark.ops.Prologue`; all int64."""
-
-    bonus: torch.Tensor
-    query_positions: torch.Tensor
-    context_positions: torch.Tensor
-    embedding_ids: torch.Tensor
 
 
 def gen_prologue(

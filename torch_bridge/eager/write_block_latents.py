@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from jdspark.ops import contracts
+from jdspark.ops import BlockPlacement, contracts
 from jdspark.ops.checks import Layout
 
-from .block_placement import BlockPlacement
 from .latent_pool import write_latents
 
 
