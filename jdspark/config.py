@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from .ops.backends import Backend, why_unavailable
 from .ops.checks import Layout, expect_number
@@ -291,8 +291,8 @@ class StepOptions:
     """Run the bookkeeping as fused kernels where their preconditions hold; never changes a bit."""
     overlap_context_projection: bool = False
     """Run the context projection beside sample/accept on pure-generation steps; never changes a bit."""
-    backend: Backend = "xla"
-    """Backend of every op of the step."""
+    backend: Literal["auto"] | Backend = "auto"
+    """Backend of every op that has a kernel for it. `auto`: XLA on a CPU, on a GPU the faster one by `op_times.json`."""
     force: float = 0.0
     """Forced acceptance length, for measurements only (see `accept_strict`)."""
     return_draft_logits: bool = False
@@ -302,7 +302,8 @@ class StepOptions:
     """Also return the confidence head's logits (needs a drafter that has one)."""
 
     def __post_init__(self) -> None:
-        why_unavailable(self.backend)  # ValueError for an unknown name
+        if self.backend != "auto":
+            why_unavailable(self.backend)  # ValueError for an unknown name
 
     @classmethod
     def from_env(cls, **options: Any) -> StepOptions:

@@ -26,14 +26,17 @@ def project_context(
     positions: jax.Array,
     rope_cos: jax.Array,
     rope_sin: jax.Array,
+    *,
+    backend: str = "xla",
 ) -> jax.Array:
     """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, T*H_t]`, `[N]` -> `[N, L, D]`."""
     assert params.fc is not None
     assert params.hidden_norm is not None
     projected = rms_norm(linear(captured, params.fc), params.hidden_norm, config.rms_norm_eps)
     return context_latents(
-        projected, positions, params.kv_a_proj, params.kv_a_layernorm, rope_cos, rope_sin, eps=config.rms_norm_eps
-    )
+        projected, positions, params.kv_a_proj, params.kv_a_layernorm, rope_cos, rope_sin, eps=config.rms_norm_eps,
+        backend=backend,
+    )  # fmt: skip
 
 
 def absorbed_query(layer: LayerParams, config: DrafterConfig, h: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -65,7 +68,8 @@ def draft_block(
     rope_cos: jax.Array,
     rope_sin: jax.Array,
     *,
-    backend: str = "xla",
+    attention_backend: str = "xla",
+    norm_rope_backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """One non-causal forward pass over every request's block.
 
@@ -93,6 +97,7 @@ def draft_block(
             rope_cos,
             rope_sin,
             eps=config.rms_norm_eps,
+            backend=norm_rope_backend,
         ).reshape(compressed.shape)
         latents.append(latent)
         attended = block_attention(
@@ -105,7 +110,7 @@ def draft_block(
             scale=scale,
             kv_lora_rank=config.kv_lora_rank,
             layout=geometry.layout,
-            backend=backend,
+            backend=attention_backend,
         )
         values = jax.lax.optimization_barrier(jnp.einsum("bthr,hvr->bthv", attended, layer.v_b))
         h = h + linear(values.reshape(*h.shape[:2], -1), layer.o_proj)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from typing import Any
 
 import jax
@@ -14,14 +12,11 @@ from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
 from .drafter import confidence_logits, draft_block, draft_logits, draft_slots, project_context
 from .ops.accept_strict import advances_force_counter
-from .ops.advance_ctx_len import advertised_ctx_len
 from .ops.backends import BackendUnavailable, why_unavailable
 from .ops.checks import FLOATS, INTEGERS, expect
-from .ops.safety import gen_slice
 from .params import Array, DrafterParams
+from .paths import step_paths
 from .state import DecodeState, check_state
-
-logger = logging.getLogger("jdspark")
 
 
 @jax.tree_util.register_dataclass
@@ -90,104 +85,96 @@ def decode_step(
     params: DrafterParams, state: DecodeState, inputs: StepInputs, options: StepOptions
 ) -> tuple[StepOutputs, DecodeState]:
     """One decode step, pure and unchecked: what `make_decode_step` jits. Read it top to bottom."""
-    config, geometry, backend = state.config, state.geometry, options.backend
+    config, geometry = state.config, state.geometry
     B, K = inputs.draft_tokens.shape
     num_contexts = inputs.num_contexts
     block_size = config.block_width(geometry.max_draft_len)
     pool, ctx_len, force_counter = state.pool, state.ctx_len, state.force_counter
+    paths = step_paths(params, options, B)
 
-    block_tables, block_counts = ops.refresh_block_tables(
-        inputs.encoded_offsets,
-        pool_idx=geometry.pool_idx,
-        num_seqs=num_contexts + B,
-        divisor=geometry.offset_divisor,
-        backend=backend,
-    )
     accepted_tokens, num_accepted = ops.accept_strict(
         inputs.logits,
         inputs.draft_tokens,
         num_contexts=num_contexts,
         force=options.force,
         force_counter=force_counter,
-        backend=backend,
+        backend=paths["accept_strict"].backend,
     )
     if advances_force_counter(options.force, K):
         force_counter = force_counter + 1
-    gen_accepted_tokens, gen_num_accepted = accepted_tokens[num_contexts:], num_accepted[num_contexts:]
+    gen_num_accepted = num_accepted[num_contexts:]
 
-    prologue = ops.gen_prologue(
-        gen_accepted_tokens,
+    stores_context = inputs.captured is not None and params.fc is not None and B > 0
+    prepared = ops.prepare_step(
+        inputs.encoded_offsets,
+        accepted_tokens[num_contexts:],
         gen_num_accepted,
         ctx_len,
         inputs.slots,
+        pool_idx=geometry.pool_idx,
+        divisor=geometry.offset_divisor,
+        page_size=geometry.page_size,
         block_size=block_size,
         max_ctx=geometry.max_ctx,
         mask_token_id=config.mask_token_id,
-        backend=backend,
+        num_contexts=num_contexts,
+        advance=stores_context,
+        backend=paths["prepare_step"].backend,
     )
-    latents = None
-    room = {"page_size": geometry.page_size, "block_size": block_size, "max_ctx": geometry.max_ctx}
-    if inputs.captured is not None and params.fc is not None and B > 0:
-        latents = project_context(
-            params, config, inputs.captured, prologue.context_positions.reshape(-1), state.rope_cos, state.rope_sin
+    context_latents = None
+    if stores_context:
+        context_latents = project_context(
+            params,
+            config,
+            inputs.captured,
+            prepared.prologue.context_positions.reshape(-1),
+            state.rope_cos,
+            state.rope_sin,
+            backend=paths["norm_rope"].backend,
         )
-        pool = ops.store_gen_context(
+        pool = ops.store_prepared(
             pool,
-            latents,
-            ctx_len,
-            inputs.slots,
+            context_latents,
             gen_num_accepted,
-            block_tables,
-            block_counts,
+            prepared.store_pages,
+            prepared.store_offsets,
             layout=geometry.layout,
-            first_row=num_contexts,
-            backend=backend,
+            backend=paths["store_prepared"].backend,
         )
-        ctx_len, advertised = ops.advance_ctx_len(
-            ctx_len, inputs.slots, gen_num_accepted, block_counts, **room, first_row=num_contexts, backend=backend
-        )
-    else:
-        advertised = advertised_ctx_len(ctx_len, inputs.slots, gen_slice(block_counts, num_contexts, B), **room)
 
     draft_tokens = jnp.zeros((B, K), jnp.int32)
-    floats: dict[str, jax.Array | None] = {"context_latents": latents}
+    floats: dict[str, jax.Array | None] = {"context_latents": context_latents}
     confidence = None
     if K > 0 and B > 0:
         noise = ops.noise_block(
             params.embed_tokens,
-            prologue.bonus,
+            prepared.prologue.bonus,
             block_size=block_size,
             mask_token_id=config.mask_token_id,
             mask_row=params.mask_token_embedding,
-            backend=backend,
-        )
-        placement = ops.block_placement(
-            advertised,
-            block_tables,
-            block_size=block_size,
-            page_size=geometry.page_size,
-            first_row=num_contexts,
-            block_counts=block_counts,
-            backend=backend,
+            backend=paths["noise_block"].backend,
         )
         block_hidden, block_latents = draft_block(
-            params, config, geometry, noise, prologue.query_positions, pool, placement, advertised,
-            state.rope_cos, state.rope_sin, backend=backend,
+            params, config, geometry, noise, prepared.prologue.query_positions, pool, prepared.placement, prepared.advertised,
+            state.rope_cos, state.rope_sin,
+            attention_backend=paths["block_attention"].backend, norm_rope_backend=paths["norm_rope"].backend,
         )  # fmt: skip
         # The last layer's attention does not feed the latents; without this it could read after the write, and XLA would
         # copy the whole pool to allow it.
         block_hidden, block_latents = jax.lax.optimization_barrier((block_hidden, block_latents))
-        pool = ops.write_block_latents(pool, block_latents, placement, layout=geometry.layout, backend=backend)
+        pool = ops.write_block_latents(
+            pool, block_latents, prepared.placement, layout=geometry.layout, backend=paths["write_block_latents"].backend
+        )
         slot_hidden = draft_slots(config, block_hidden, K)
         base_logits = draft_logits(params, slot_hidden)
         if params.markov_w1 is not None and params.markov_w2 is not None:
             logits, draft_tokens = ops.markov_chain(
-                base_logits, prologue.bonus, params.markov_w1, params.markov_w2, backend=backend
+                base_logits, prepared.prologue.bonus, params.markov_w1, params.markov_w2, backend=paths["markov_chain"].backend
             )
         else:
             logits, draft_tokens = base_logits, jnp.argmax(base_logits, axis=-1).astype(jnp.int32)
         if options.return_confidence:
-            previous = jnp.concatenate([prologue.bonus[:, None], draft_tokens[:, :-1]], axis=1)
+            previous = jnp.concatenate([prepared.prologue.bonus[:, None], draft_tokens[:, :-1]], axis=1)
             confidence = confidence_logits(params, config, slot_hidden, previous)
         floats |= {
             "block_latents": block_latents, "block_hidden": block_hidden, "base_logits": base_logits, "draft_logits": logits
@@ -197,15 +184,15 @@ def decode_step(
         accepted_tokens=accepted_tokens,
         num_accepted=num_accepted,
         draft_tokens=draft_tokens,
-        next_tokens=ops.next_tokens(accepted_tokens, num_accepted, draft_tokens, backend=backend),
+        next_tokens=ops.next_tokens(accepted_tokens, num_accepted, draft_tokens, backend=paths["next_tokens"].backend),
         kv_rewind=1 - gen_num_accepted,
         target_seq_lens=jnp.full(B, K + 1, jnp.int32),
-        advertised=advertised,
+        advertised=prepared.advertised,
         draft_logits=floats.get("draft_logits") if options.return_draft_logits else None,
         confidence=confidence,
         intermediates=Intermediates(**floats) if options.return_intermediates else None,
     )
-    return outputs, dataclasses.replace(state, pool=pool, ctx_len=ctx_len, force_counter=force_counter)
+    return outputs, dataclasses.replace(state, pool=pool, ctx_len=prepared.ctx_len, force_counter=force_counter)
 
 
 class DecodeStep:
@@ -239,6 +226,10 @@ class DecodeStep:
         """
         self.check(params, state, inputs)
         return self._jitted.lower(params, state, inputs)
+
+    def explain(self, params: DrafterParams, B: int) -> dict[str, str]:
+        """For a step of `B` gen rows: the backend of each op, and the reason where it is not the one asked for."""
+        return {op: str(path) for op, path in step_paths(params, self.options, B).items()}
 
     def check(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> None:
         """Raise for whatever the host can see is wrong: shapes, dtypes, a donated state, weights that are not there."""
@@ -291,17 +282,6 @@ class DecodeStep:
             expect(call, "params.markov_w2", params.markov_w2, {"V (of lm_head)": vocab, "r": None}, FLOATS)
 
 
-def explain(options: StepOptions) -> dict[str, str | None]:
-    """For each switch that is on: None if its fused path runs, else why the plain path runs instead."""
-    on = [switch for switch in ("fused_prologue", "overlap_context_projection") if getattr(options, switch)]
-    return dict.fromkeys(on, f"backend {options.backend!r} has no fused path yet, the plain one gives the same bits")
-
-
-@functools.cache
-def _log_once(switch: str, why: str) -> None:
-    logger.warning("%s is on, but the plain path runs: %s", switch, why)
-
-
 def make_decode_step(config: DrafterConfig, geometry: Geometry, options: StepOptions | None = None) -> DecodeStep:
     """The decode step for one drafter, geometry and set of options.
 
@@ -311,10 +291,7 @@ def make_decode_step(config: DrafterConfig, geometry: Geometry, options: StepOpt
     """
     options = StepOptions() if options is None else options
     geometry.check(config)
-    for switch, why in explain(options).items():
-        if why:
-            _log_once(switch, why)
-    reason = why_unavailable(options.backend)
+    reason = None if options.backend == "auto" else why_unavailable(options.backend)
     if reason is not None:
         raise BackendUnavailable(f"make_decode_step: backend={options.backend!r} is not available: {reason}")
     return DecodeStep(config, geometry, options)

@@ -416,7 +416,7 @@ def test_options(monkeypatch, geometry, caplog):
     monkeypatch.delenv(overlap, raising=False)
     assert StepOptions.from_env() == StepOptions()
     monkeypatch.setenv(prologue, "1")
-    assert StepOptions.from_env(backend="xla") == StepOptions(fused_prologue=True)
+    assert StepOptions.from_env(backend="xla") == StepOptions(fused_prologue=True, backend="xla")
     monkeypatch.setenv(overlap, "1")
     monkeypatch.setenv(prologue, "0")
     assert StepOptions.from_env() == StepOptions(overlap_context_projection=True)

@@ -89,11 +89,13 @@ def prepare_step(
     place = jnp.where(pages < 0, -1, pages * page_size + offsets)
     same = place[:, :, None] == place[:, None, :]
     overwritten = jnp.any(same & jnp.triu(jnp.ones((width, width), bool), k=1), axis=2)
-    room = {"page_size": page_size, "block_size": block_size, "max_ctx": max_ctx}
     if advance:
-        ctx_len, advertised = advance_ctx_len(ctx_len, slots, num_accepted, block_counts, **room, first_row=num_contexts)
+        ctx_len, advertised = advance_ctx_len(
+            ctx_len, slots, num_accepted, block_counts,
+            page_size=page_size, block_size=block_size, max_ctx=max_ctx, first_row=num_contexts,
+        )  # fmt: skip
     else:
-        advertised = advertised_ctx_len(ctx_len, slots, gen_counts, **room)
+        advertised = advertised_ctx_len(ctx_len, slots, gen_counts, page_size=page_size, block_size=block_size, max_ctx=max_ctx)
     placement = block_placement(
         advertised,
         block_tables,

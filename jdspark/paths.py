@@ -1,0 +1,118 @@
+"""Which backend each op of a step runs on, and why: decided from what is static, before anything is traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from importlib.resources import files
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .config import StepOptions
+from .ops.backends import has_kernel, why_unavailable
+from .ops.checks import FLOATS
+from .params import DrafterParams
+
+logger = logging.getLogger("jdspark")
+
+FUSED_PROLOGUE_OPS = ("prepare_step", "store_prepared", "noise_block", "write_block_latents")
+"""Ops that leave the plain path only with `StepOptions.fused_prologue`: the bookkeeping around the drafter."""
+
+STEP_OPS = (
+    "accept_strict", "prepare_step", "norm_rope", "store_prepared", "noise_block", "block_attention",
+    "write_block_latents", "markov_chain", "next_tokens",
+)  # fmt: skip
+"""The ops of a decode step, in its order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """The backend of one op, and why it is not another one."""
+
+    backend: str
+    why: str = ""
+    """Empty if the op runs on what was asked for."""
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.why})" if self.why else self.backend
+
+
+@functools.cache
+def measured_times() -> dict[str, list[dict[str, Any]]]:
+    """Device microseconds of each op by backend and batch size, as measured on an H200: the table that `auto` goes by."""
+    return json.loads((files("jdspark") / "op_times.json").read_text(encoding="utf-8"))["ops"]
+
+
+def fastest(op: str, B: int) -> Path:
+    """The faster of plain XLA and Pallas for an op, from the measurement at the next larger batch size."""
+    rows = sorted(measured_times().get(op, []), key=lambda row: row["B"])
+    if not rows:
+        return Path("xla", "no Pallas kernel was measured")
+    row = next((row for row in rows if row["B"] >= B), rows[-1])
+    if row["pallas"] < row["xla"]:
+        return Path("pallas")
+    return Path("xla", f"Pallas is not faster: {row['pallas']:.1f} us against {row['xla']:.1f} us at B={row['B']}")
+
+
+def unsupported_device(backend: str) -> str | None:
+    """Why this device cannot run a backend's kernels, or None."""
+    reason = why_unavailable(backend)
+    if reason is None and backend == "pallas" and jax.default_backend() == "gpu":
+        capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
+        if capability < 9:
+            return f"Mosaic GPU needs compute capability 9.0 (Hopper), this GPU has {capability}"
+    return reason
+
+
+def choose_path(op: str, options: StepOptions, *, B: int, weights_dtype: Any, mask_row_dtype: Any = None) -> Path:
+    """The path of one op under these options."""
+    if op in FUSED_PROLOGUE_OPS and not options.fused_prologue:
+        return Path("xla", "fused_prologue is off")
+    backend: str = options.backend
+    if backend == "auto":
+        if jax.default_backend() != "gpu":
+            return Path("xla", f"no GPU: JAX runs on {jax.default_backend()}")
+        chosen = fastest(op, B)
+        if chosen.backend == "xla":
+            return chosen
+        backend = chosen.backend
+    if backend == "xla":
+        return Path("xla")
+    reason = unsupported_device(backend)
+    if reason is None and not has_kernel(op, backend):
+        reason = f"it has no {backend} kernel"
+    if reason is None and jnp.dtype(weights_dtype).name not in FLOATS:
+        reason = f"latents of dtype {jnp.dtype(weights_dtype).name}"
+    if reason is None and op == "noise_block" and mask_row_dtype is not None and mask_row_dtype != weights_dtype:
+        reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(weights_dtype).name}"
+    return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
+
+
+def step_paths(params: DrafterParams, options: StepOptions, B: int) -> dict[str, Path]:
+    """The path of every op of a step with `B` gen rows. Whatever is chosen, no bit of an exact op changes."""
+    mask_row = params.mask_token_embedding
+    paths = {
+        op: choose_path(
+            op,
+            options,
+            B=B,
+            weights_dtype=params.kv_a_proj.dtype,
+            mask_row_dtype=None if mask_row is None else mask_row.dtype,
+        )
+        for op in STEP_OPS
+    }
+    if options.fused_prologue:
+        plain = {op: path.why or "backend is 'xla'" for op, path in paths.items() if path.backend == "xla"}
+        for op in FUSED_PROLOGUE_OPS:
+            if op in plain:
+                _log_once(f"fused_prologue is on, but {op} runs on the plain path: {plain[op]}")
+    return paths
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
