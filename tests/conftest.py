@@ -1,5 +1,10 @@
+import os
+
 import jax
 import pytest
+
+if jax.default_backend() != "gpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports a Triton kernel
 
 from jdspark import Geometry
 from jdspark.presets import TINY, random_drafter

@@ -19,7 +19,7 @@ from . import oracle
 CASES = len(SHAPES) * len(FAMILIES)
 
 
-@pytest.mark.parametrize("backend", ["xla", "eager"])
+@pytest.mark.parametrize("backend", ["xla", "torch eager"])
 @pytest.mark.parametrize("op", EXACT_OPS)
 def test_agrees_with_the_loops_in_every_bit(op, backend):
     seen = set()
@@ -169,4 +169,4 @@ def test_a_changed_comparison_is_noticed():
         "latents": lambda x: -x,
     }.items():
         mistaken = dataclasses.replace(case, operands=case.operands | {name: change(case.operands[name])})
-        assert not compare(run(mistaken, "eager", "cpu")[0], reference), name
+        assert not compare(run(mistaken, "torch eager", "cpu")[0], reference), name

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,31 +21,54 @@ from rich.progress import track
 from rich.table import Table
 
 from jdspark import ops
+from jdspark.ops.backends import has_kernel, why_unavailable
 from jdspark.ops.checks import FLOATS, dtype_name
 
 from . import eager
 from .bridge import compare, largest_difference, to_numpy, to_torch
-from .cases import BOUNDED_OPS, EXACT_OPS, Case, draw_case
+from .cases import BOUNDED_OPS, EXACT_OPS, SHAPES, Case, draw_case
 
 OP_NAMES = tuple(dict.fromkeys([*EXACT_OPS, *BOUNDED_OPS]))
 
-BACKENDS = ("xla", "eager")
-"""Backends compared here, the reference first."""
+BACKENDS = ("xla", "pallas", "triton", "torch eager", "torch triton")
+"""Every backend; the first is the reference the others are compared with."""
+
+SLOW_ON_A_CPU = ("pallas", "torch triton")
+"""Run in an interpreter there, a second or so per case: with the default backends they get fewer cases."""
+
+
+def available_backends(device: str) -> dict[str, str | None]:
+    """For each backend None if it runs on this device, else why not."""
+    reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
+    reasons["triton"] = why_unavailable("triton")
+    if device == "cpu":
+        reasons["triton"] = reasons["triton"] or "Triton kernels inside JAX need a GPU"
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            reasons["torch triton"] = "on a CPU it needs TRITON_INTERPRET=1 in the environment"
+    return reasons
+
+
+def has_op(op: str, backend: str) -> bool:
+    """Whether the backend has an implementation of its own of this op."""
+    if backend in ("xla", "torch eager"):
+        return True
+    if op == "context_latents":  # a GEMM around norm_rope, which is compared by itself
+        return False
+    return has_kernel(op, "pallas" if backend == "pallas" else "triton")
 
 
 @functools.cache
-def _jitted(op: str, static: tuple[tuple[str, Any], ...], operand_names: tuple[str, ...]) -> Any:
+def _jitted(op: str, backend: str, static: tuple[tuple[str, Any], ...], operand_names: tuple[str, ...]) -> Any:
     def call(*operands: Any) -> Any:
-        return getattr(ops, op)(**dict(zip(operand_names, operands)), **dict(static))
+        return getattr(ops, op)(**dict(zip(operand_names, operands)), **dict(static), backend=backend)
 
     return jax.jit(call)
 
 
-def run_xla(case: Case) -> tuple[Any, ...]:
-    """The plain JAX definition, jitted."""
+def run_jax(case: Case, backend: str) -> tuple[Any, ...]:
+    """A case on one of JAX's backends, jitted."""
     static = tuple(sorted(case.static.items()))
-    result = _jitted(case.op, static, tuple(case.operands))(*case.operands.values())
-    return flat(result)
+    return flat(_jitted(case.op, backend, static, tuple(case.operands))(*case.operands.values()))
 
 
 def flat(result: Any) -> tuple[Any, ...]:
@@ -61,8 +86,8 @@ def as_strided(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def run_eager(case: Case, device: str) -> tuple[Any, ...]:
-    """The torch chain on fresh tensors; strided cases get strided operands and int64 integers."""
+def run_torch(case: Case, backend: str, device: str) -> tuple[Any, ...]:
+    """A case on fresh torch tensors; strided cases get strided operands and int64 integers."""
 
     def operand(name: str, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -75,13 +100,13 @@ def run_eager(case: Case, device: str) -> tuple[Any, ...]:
         return as_strided(tensor)
 
     operands = {name: operand(name, value) for name, value in case.operands.items()}
-    result = getattr(eager, case.op)(**operands, **case.static)
-    return flat(result)
+    module = eager if backend == "torch eager" else importlib.import_module("torch_bridge.triton_kernels")
+    return flat(getattr(module, case.op)(**operands, **case.static))
 
 
 def run(case: Case, backend: str, device: str) -> tuple[Any, ...]:
     """The outputs of a case on one backend."""
-    return run_xla(case) if backend == "xla" else run_eager(case, device)
+    return run_torch(case, backend, device) if backend.startswith("torch") else run_jax(case, backend)
 
 
 @dataclasses.dataclass
@@ -133,29 +158,45 @@ def before_first_tie(left: Sequence[Any], right: Sequence[Any]) -> tuple[list[np
 
 
 def run_parity(
-    op_names: Iterable[str] | None, cases: int, seed: int, device: str, *, progress: bool = False
+    op_names: Iterable[str] | None,
+    cases: int,
+    seed: int,
+    device: str,
+    *,
+    backends: Sequence[str] | None = None,
+    progress: bool = False,
 ) -> tuple[list[Row], list[Row]]:
-    """Compare every other backend with the first over `cases` random cases per op: (bitwise rows, bounded rows).
+    """Compare every other backend with XLA over `cases` random cases per op: (bitwise rows, bounded rows).
 
-    `op_names` None means every op.
+    Each case runs twice on XLA: a second run must give the same bits.
 
-    Each case runs twice on the reference: a second run must give the same bits.
+    Args:
+        op_names: None means every op.
+        backends: beside XLA. None means every one that is available; those of `SLOW_ON_A_CPU` then stop after 8 cases on
+            a CPU, one of each shape.
     """
     selected = OP_NAMES if op_names is None else set(op_names)
     work = [(op, False) for op in EXACT_OPS if op in selected] + [(op, True) for op in BOUNDED_OPS if op in selected]
+    others = [b for b, reason in available_backends(device).items() if reason is None and b != "xla"]
+    few = SLOW_ON_A_CPU if backends is None and device == "cpu" else ()
+    others = others if backends is None else list(backends)
     exact_rows: list[Row] = []
     bounded_rows: list[Row] = []
     for op, bounded in track(work, "comparing", transient=True, disable=not progress):
         rows: dict[tuple[str, str], Row] = {}
-        again = Row(op, (BACKENDS[0], f"{BACKENDS[0]} twice"))
+        again = Row(op, ("xla", "xla twice"))
         for index in range(cases):
             case = draw_case(op, index, seed, bounded=bounded)
-            reference = run(case, BACKENDS[0], device)
-            for other in BACKENDS[1:]:
+            reference = run(case, "xla", device)
+            for other in others:
+                if not has_op(op, other) or (other in few and index >= len(SHAPES)):
+                    continue
+                if case.dtype == "bfloat16" and bounded and device == "cpu" and other == "torch triton":
+                    continue  # Triton's interpreter is not to be trusted with bf16 arithmetic
                 name = f"{op} {case.dtype}" if bounded else op
-                row = rows.setdefault((name, other), Row(name, (BACKENDS[0], other), bound=case.bound))
+                row = rows.setdefault((name, other), Row(name, ("xla", other), bound=case.bound))
                 check(case, run(case, other, device), reference, row)
-            check(dataclasses.replace(case, bound=None), run(case, BACKENDS[0], device), reference, again)
+            check(dataclasses.replace(case, bound=None), run(case, "xla", device), reference, again)
         (bounded_rows if bounded else exact_rows).extend(rows.values())
         exact_rows.append(again)
     return exact_rows, bounded_rows
@@ -205,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where both frameworks run (default cpu)")
     parser.add_argument("--ops", help=f"comma-separated, of: {', '.join(OP_NAMES)} (default all)")
     parser.add_argument("--cases", type=int, default=32, help="random cases per op (default 32)")
+    parser.add_argument("--backends", help=f"comma-separated, of: {', '.join(BACKENDS[1:])} (default: those that run here)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args(argv)
@@ -212,6 +254,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = sorted(set(selected) - set(OP_NAMES))
     if unknown:
         parser.error(f"--ops: unknown {', '.join(unknown)}; known are {', '.join(OP_NAMES)}")
+    if args.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before any Triton kernel is imported
+    backends = [name.strip() for name in args.backends.split(",")] if args.backends else None
+    for backend in backends or []:
+        if backend not in BACKENDS[1:]:
+            parser.error(f"--backends: unknown {backend!r}; known are {', '.join(BACKENDS[1:])}")
+        reason = available_backends(args.device)[backend]
+        if reason is not None:
+            parser.error(f"--backends: {backend} is not available on {args.device}: {reason}")
     if args.cases < 1:
         parser.error(f"--cases is {args.cases}, expected at least 1")
     platforms = {"cpu": "cpu", "gpu": "cuda"}
@@ -225,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = report_console()
     with jax.default_device(jax_device):
         exact_rows, bounded_rows = run_parity(
-            selected, args.cases, args.seed, platforms[args.device], progress=console.is_terminal
+            selected, args.cases, args.seed, platforms[args.device], backends=backends, progress=console.is_terminal
         )
     if args.json:
         report = {

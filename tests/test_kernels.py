@@ -1,0 +1,58 @@
+"""Every kernel against the plain definition: Pallas in the GPU interpreter, Triton in its own (both compiled on a GPU).
+
+By default one case of each shape, each of another family; `-m long` runs every family on every shape.
+"""
+
+import jax
+import pytest
+
+from jdspark.ops.backends import has_kernel
+from torch_bridge import compare, largest_difference
+from torch_bridge.cases import BOUNDS, EXACT_OPS, FAMILIES, SHAPES, draw_case
+from torch_bridge.parity import available_backends, has_op, run
+
+DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
+KERNELS = ["pallas", "torch triton"] + (["triton"] if DEVICE == "cuda" else [])
+EXACT = [(op, backend) for op in EXACT_OPS for backend in KERNELS if has_op(op, backend)]
+
+
+def check(op, backend, indices, seed):
+    if reason := available_backends(DEVICE)[backend]:
+        pytest.skip(reason)
+    for index in indices:
+        case = draw_case(op, index, seed)
+        for number, (a, b) in enumerate(zip(run(case, backend, DEVICE), run(case, "xla", DEVICE), strict=True)):
+            comparison = compare(a, b)
+            assert comparison, f"case {index} ({case.label}), output {number}: {comparison.detail}"
+
+
+@pytest.mark.parametrize(("op", "backend"), EXACT)
+def test_kernel_has_the_bits_of_the_definition(op, backend):
+    check(op, backend, range(len(SHAPES)), seed=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("op", "backend"), EXACT)
+def test_kernel_has_the_bits_of_the_definition_in_every_family(op, backend):
+    check(op, backend, range(len(SHAPES) * len(FAMILIES)), seed=3)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_norm_rope_stays_within_its_bound(backend):
+    if reason := available_backends(DEVICE)[backend]:
+        pytest.skip(reason)
+    compared = 0
+    for index in range(len(SHAPES)):
+        case = draw_case("norm_rope", index, 2, bounded=True)
+        if case.dtype == "bfloat16" and DEVICE == "cpu" and backend == "torch triton":
+            continue  # Triton's interpreter is not to be trusted with bf16 arithmetic
+        difference = largest_difference(run(case, backend, DEVICE)[0], run(case, "xla", DEVICE)[0])
+        assert difference <= BOUNDS[case.dtype], case.label
+        compared += 1
+    assert compared >= 4
+
+
+def test_every_exact_op_has_both_kernels():
+    for op in EXACT_OPS:
+        assert has_kernel(op, "pallas"), op
+        assert has_kernel(op, "triton"), op
