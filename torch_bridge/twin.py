@@ -5,13 +5,15 @@ It takes and returns the same dataclasses, holding torch tensors; the state is u
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import torch
 
 from jdspark.config import DrafterConfig, StepOptions
-from jdspark.ops import BlockPlacement
+from jdspark.ops import BlockPlacement, Prologue
 from jdspark.ops.accept_strict import advances_force_counter
 from jdspark.params import DrafterParams, LayerParams
 from jdspark.rope import softmax_scale
@@ -112,52 +114,22 @@ def draft_block(
     return rms_norm(h, params.norm, config.rms_norm_eps), torch.stack(latents)
 
 
-def _present(part: Any) -> torch.Tensor:
-    if part is None:
-        raise ValueError("decode_step: `given` lacks a part; make it with StepOptions(return_intermediates=True)")
-    return part
-
-
-def decode_step(
-    params: DrafterParams,
+def prepare_with_eager_chain(
     state: DecodeState,
     inputs: StepInputs,
-    options: StepOptions | None = None,
-    *,
-    given: Intermediates | None = None,
-) -> tuple[StepOutputs, DecodeState]:
-    """One decode step on torch tensors; see `jdspark.step.decode_step`.
-
-    Args:
-        given: floating-point results to use instead of computing them. Then only the exact ops are left, and the whole
-            step, pool included, must agree with whoever computed them in every bit.
-
-    Returns:
-        The outputs and `state` itself, updated in place.
-    """
-    options = StepOptions() if options is None else options
-    config, geometry = state.config, state.geometry
-    B, K = inputs.draft_tokens.shape
-    num_contexts = inputs.num_contexts
+    gen_accepted_tokens: torch.Tensor,
+    gen_num_accepted: torch.Tensor,
+    latents_at: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> tuple[Prologue, torch.Tensor, BlockPlacement]:
+    """The unfused bookkeeping, op by op: prologue, advertised lengths and placement; stores and advances in place."""
+    config, geometry, num_contexts = state.config, state.geometry, inputs.num_contexts
     block_size = config.block_width(geometry.max_draft_len)
-
     block_tables, block_counts = eager.refresh_block_tables(
         inputs.encoded_offsets,
         pool_idx=geometry.pool_idx,
-        num_seqs=num_contexts + B,
+        num_seqs=num_contexts + inputs.slots.shape[0],
         divisor=geometry.offset_divisor,
     )
-    accepted_tokens, num_accepted = eager.accept_strict(
-        inputs.logits,
-        inputs.draft_tokens,
-        num_contexts=num_contexts,
-        force=options.force,
-        force_counter=state.force_counter,
-    )
-    if advances_force_counter(options.force, K):
-        state.force_counter.add_(1)
-    gen_accepted_tokens, gen_num_accepted = accepted_tokens[num_contexts:], num_accepted[num_contexts:]
-
     prologue = eager.gen_prologue(
         gen_accepted_tokens,
         gen_num_accepted,
@@ -167,16 +139,11 @@ def decode_step(
         max_ctx=geometry.max_ctx,
         mask_token_id=config.mask_token_id,
     )
-    latents = None
     room = {"page_size": geometry.page_size, "block_size": block_size, "max_ctx": geometry.max_ctx}
-    if inputs.captured is not None and params.fc is not None and B > 0:
-        if given is None:
-            latents = project_context(params, state, inputs.captured, prologue.context_positions.reshape(-1))
-        else:
-            latents = _present(given.context_latents)
+    if latents_at is not None:
         eager.store_gen_context(
             state.pool,
-            latents,
+            latents_at(prologue.context_positions.reshape(-1)),
             state.ctx_len,
             inputs.slots,
             gen_num_accepted,
@@ -190,24 +157,119 @@ def decode_step(
         )
     else:
         advertised = advertised_ctx_len(state.ctx_len, inputs.slots, block_counts[num_contexts:], **room)
+    placement = eager.block_placement(
+        advertised,
+        block_tables,
+        block_size=block_size,
+        page_size=geometry.page_size,
+        first_row=num_contexts,
+        block_counts=block_counts,
+    )
+    return prologue, advertised, placement
 
+
+def prepare_with_triton(
+    state: DecodeState,
+    inputs: StepInputs,
+    gen_accepted_tokens: torch.Tensor,
+    gen_num_accepted: torch.Tensor,
+    latents_at: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> tuple[Prologue, torch.Tensor, BlockPlacement]:
+    """The same in two launches: `prepare_step` and `store_prepared`."""
+    from . import triton_kernels
+
+    config, geometry = state.config, state.geometry
+    prepared = triton_kernels.prepare_step(
+        inputs.encoded_offsets,
+        gen_accepted_tokens,
+        gen_num_accepted,
+        state.ctx_len,
+        inputs.slots,
+        pool_idx=geometry.pool_idx,
+        divisor=geometry.offset_divisor,
+        page_size=geometry.page_size,
+        block_size=config.block_width(geometry.max_draft_len),
+        max_ctx=geometry.max_ctx,
+        mask_token_id=config.mask_token_id,
+        num_contexts=inputs.num_contexts,
+        advance=latents_at is not None,
+    )
+    if latents_at is not None:
+        triton_kernels.store_prepared(
+            state.pool,
+            latents_at(prepared.prologue.context_positions.reshape(-1)),
+            gen_num_accepted,
+            prepared.store_pages,
+            prepared.store_offsets,
+            layout=geometry.layout,
+        )
+    return prepared.prologue, prepared.advertised, prepared.placement
+
+
+def decode_step(
+    params: DrafterParams,
+    state: DecodeState,
+    inputs: StepInputs,
+    options: StepOptions | None = None,
+    *,
+    given: Intermediates | None = None,
+) -> tuple[StepOutputs, DecodeState]:
+    """One decode step on torch tensors; see `jdspark.step.decode_step`.
+
+    With `options.fused_prologue` the bookkeeping and the exact ops around it run as Triton kernels, else as the eager
+    chain. Nothing waits for the device, so a CUDA graph can capture the step.
+
+    Args:
+        given: floating-point results to use instead of computing them. Then only the exact ops are left, and the whole
+            step, pool included, must agree with whoever computed them in every bit.
+
+    Returns:
+        The outputs and `state` itself, updated in place.
+    """
+    options = StepOptions() if options is None else options
+    config, geometry = state.config, state.geometry
+    B, K = inputs.draft_tokens.shape
+    num_contexts = inputs.num_contexts
+    fused = options.fused_prologue and B > 0
+    kernels: Any = importlib.import_module("torch_bridge.triton_kernels") if fused else eager
+    prepare = prepare_with_triton if fused else prepare_with_eager_chain
+
+    accepted_tokens, num_accepted = kernels.accept_strict(
+        inputs.logits,
+        inputs.draft_tokens,
+        num_contexts=num_contexts,
+        force=options.force,
+        force_counter=state.force_counter,
+    )
+    if advances_force_counter(options.force, K):
+        state.force_counter.add_(1)
+    gen_num_accepted = num_accepted[num_contexts:]
+
+    floats: dict[str, Any] = {"context_latents": None}
+
+    def context_latents_at(positions: torch.Tensor) -> torch.Tensor:
+        if given is None:
+            floats["context_latents"] = project_context(params, state, inputs.captured, positions)
+        else:
+            floats["context_latents"] = _present(given.context_latents)
+        return floats["context_latents"]
+
+    stores_context = inputs.captured is not None and params.fc is not None and B > 0
+    prologue, advertised, placement = prepare(
+        state,
+        inputs,
+        accepted_tokens[num_contexts:],
+        gen_num_accepted,
+        context_latents_at if stores_context else None,
+    )
     draft_tokens = torch.zeros((B, K), dtype=torch.int32, device=inputs.logits.device)
-    floats: dict[str, Any] = {"context_latents": latents}
     if K > 0 and B > 0:
-        noise = eager.noise_block(
+        noise = kernels.noise_block(
             params.embed_tokens,
             prologue.bonus,
-            block_size=block_size,
+            block_size=placement.pages.shape[1],
             mask_token_id=config.mask_token_id,
             mask_row=params.mask_token_embedding,
-        )
-        placement = eager.block_placement(
-            advertised,
-            block_tables,
-            block_size=block_size,
-            page_size=geometry.page_size,
-            first_row=num_contexts,
-            block_counts=block_counts,
         )
         if given is None:
             block_hidden, block_latents = draft_block(params, state, noise, prologue.query_positions, placement, advertised)
@@ -218,12 +280,12 @@ def decode_step(
             if params.markov_w1 is None or params.markov_w2 is None:
                 draft_tokens = logits.argmax(dim=-1).to(torch.int32)
             else:
-                logits, draft_tokens = eager.markov_chain(base_logits, prologue.bonus, params.markov_w1, params.markov_w2)
+                logits, draft_tokens = kernels.markov_chain(base_logits, prologue.bonus, params.markov_w1, params.markov_w2)
         else:
             block_hidden, block_latents = _present(given.block_hidden), _present(given.block_latents)
             base_logits, logits = _present(given.base_logits), _present(given.draft_logits)
             draft_tokens = logits.argmax(dim=-1).to(torch.int32)
-        eager.write_block_latents(state.pool, block_latents, placement, layout=geometry.layout)
+        kernels.write_block_latents(state.pool, block_latents, placement, layout=geometry.layout)
         floats |= {
             "block_latents": block_latents,
             "block_hidden": block_hidden,
@@ -235,13 +297,19 @@ def decode_step(
         accepted_tokens=accepted_tokens,
         num_accepted=num_accepted,
         draft_tokens=draft_tokens,
-        next_tokens=eager.next_tokens(accepted_tokens, num_accepted, draft_tokens),
+        next_tokens=kernels.next_tokens(accepted_tokens, num_accepted, draft_tokens),
         kv_rewind=1 - gen_num_accepted,
         target_seq_lens=torch.full((B,), K + 1, dtype=torch.int32, device=inputs.logits.device),
         advertised=advertised,
         intermediates=Intermediates(**floats),
     )
     return outputs, state
+
+
+def _present(part: Any) -> torch.Tensor:
+    if part is None:
+        raise ValueError("decode_step: `given` lacks a part; make it with StepOptions(return_intermediates=True)")
+    return part
 
 
 def store_prefill_context(
