@@ -26,7 +26,7 @@ from jdspark.ops.checks import FLOATS, dtype_name
 
 from . import eager
 from .bridge import compare, largest_difference, to_numpy, to_torch
-from .cases import BOUNDED_OPS, EXACT_OPS, SHAPES, Case, draw_case
+from .cases import BOUNDED_OPS, EXACT_OPS, K3_SHAPES, SHAPES, BatchShape, Case, draw_case
 
 OP_NAMES = tuple(dict.fromkeys([*EXACT_OPS, *BOUNDED_OPS]))
 
@@ -164,6 +164,7 @@ def run_parity(
     device: str,
     *,
     backends: Sequence[str] | None = None,
+    shapes: tuple[BatchShape, ...] = SHAPES,
     progress: bool = False,
 ) -> tuple[list[Row], list[Row]]:
     """Compare every other backend with XLA over `cases` random cases per op: (bitwise rows, bounded rows).
@@ -172,6 +173,7 @@ def run_parity(
 
     Args:
         op_names: None means every op.
+        shapes: what the cases walk through.
         backends: beside XLA. None means every one that is available; those of `SLOW_ON_A_CPU` then stop after 8 cases on
             a CPU, one of each shape.
     """
@@ -184,10 +186,12 @@ def run_parity(
     bounded_rows: list[Row] = []
     for op, bounded in track(work, "comparing", transient=True, disable=not progress):
         rows: dict[tuple[str, str], Row] = {}
+        kernels: dict[str, Row] = {}
         again = Row(op, ("xla", "xla twice"))
         for index in range(cases):
-            case = draw_case(op, index, seed, bounded=bounded)
+            case = draw_case(op, index, seed, bounded=bounded, shapes=shapes)
             reference = run(case, "xla", device)
+            results: dict[str, tuple[Any, ...]] = {}
             for other in others:
                 if not has_op(op, other) or (other in few and index >= len(SHAPES)):
                     continue
@@ -195,10 +199,16 @@ def run_parity(
                     continue  # Triton's interpreter is not to be trusted with bf16 arithmetic
                 name = f"{op} {case.dtype}" if bounded else op
                 row = rows.setdefault((name, other), Row(name, ("xla", other), bound=case.bound))
-                check(case, run(case, other, device), reference, row)
+                results[other] = run(case, other, device)
+                check(case, results[other], reference, row)
+            if op == "norm_rope" and device == "cuda":  # one arithmetic, one set of bits, whoever launches it
+                for other in ("pallas", "triton"):
+                    if other in results and "torch triton" in results:
+                        row = kernels.setdefault(other, Row(op, ("torch triton", other)))
+                        check(dataclasses.replace(case, bound=None), results[other], results["torch triton"], row)
             check(dataclasses.replace(case, bound=None), run(case, "xla", device), reference, again)
         (bounded_rows if bounded else exact_rows).extend(rows.values())
-        exact_rows.append(again)
+        exact_rows.extend([*kernels.values(), again])
     return exact_rows, bounded_rows
 
 
@@ -247,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ops", help=f"comma-separated, of: {', '.join(OP_NAMES)} (default all)")
     parser.add_argument("--cases", type=int, default=32, help="random cases per op (default 32)")
     parser.add_argument("--backends", help=f"comma-separated, of: {', '.join(BACKENDS[1:])} (default: those that run here)")
+    parser.add_argument("--shapes", choices=("test", "k3"), default="test", help="k3: one rank of Kimi K3, for a GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args(argv)
@@ -276,7 +287,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = report_console()
     with jax.default_device(jax_device):
         exact_rows, bounded_rows = run_parity(
-            selected, args.cases, args.seed, platforms[args.device], backends=backends, progress=console.is_terminal
+            selected,
+            args.cases,
+            args.seed,
+            platforms[args.device],
+            backends=backends,
+            shapes=K3_SHAPES if args.shapes == "k3" else SHAPES,
+            progress=console.is_terminal,
         )
     if args.json:
         report = {

@@ -1,0 +1,90 @@
+"""Everything that needs a GPU, in one call: parity of every op on every backend at K3 rank shapes, the GPU tests, times.
+
+`python scripts/device_check.py OUT_FOLDER` writes JSON and logs there and prints one table per part. The parity runs are
+split over processes that share the GPU, since most of their time is compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GROUPS = (
+    "accept_strict,gen_prologue", "markov_chain", "prepare_step,next_tokens", "store_gen_context",
+    "store_prepared,advance_ctx_len", "scatter_context,block_placement", "write_block_latents,refresh_block_tables",
+    "noise_block,norm_rope", "context_latents,block_attention",
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cases", type=int, default=84, help="per op")
+    parser.add_argument("--skip", default="", help="comma-separated, of parity, tests, times")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+    skipped = set(args.skip.split(","))
+    started = time.monotonic()
+    running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+
+    def start(name: str, *command: str) -> None:
+        log = args.out / f"{name}.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen([sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, env=environment)
+        running[name] = (process, log)
+
+    if "parity" not in skipped:
+        for number, names in enumerate(GROUPS):
+            start(
+                f"parity{number}", "-m", "torch_bridge.parity", "--device", "gpu", "--shapes", "k3", "--ops", names,
+                "--cases", str(args.cases), "--json", str(args.out / f"parity{number}.json"),
+            )  # fmt: skip
+    if "tests" not in skipped:
+        start("tests", "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cacheprovider")
+    failed = finish(running, started)
+    if "times" not in skipped:  # alone on the GPU
+        start("times", "scripts/time_ops.py", "--json", str(args.out / "op_times.json"))
+        failed |= finish(running, started)
+        print((args.out / "times.log").read_text())
+    if "parity" not in skipped:
+        print_parity(sorted(args.out.glob("parity*.json")))
+    return 1 if failed else 0
+
+
+def finish(running: dict[str, tuple[subprocess.Popen[bytes], Path]], started: float) -> bool:
+    """Wait for the processes; print the end of every log that is short or whose process failed."""
+    failed = False
+    for name, (process, log) in running.items():
+        code = process.wait()
+        failed |= code != 0
+        print(f"{name}: exit {code} after {time.monotonic() - started:.0f} s", flush=True)
+        if code or name == "tests":
+            print("\n".join(log.read_text(errors="replace").splitlines()[-25:]), flush=True)
+    running.clear()
+    return failed
+
+
+def print_parity(files: list[Path]) -> None:
+    """One line per op and pair of backends, over all processes."""
+    rows = [(kind, row) for file in files for kind, of_kind in json.loads(file.read_text()).items() for row in of_kind]
+    for kind, row in rows:
+        if kind == "exact" and row["backends"][1] != "xla twice":
+            print(f"{row['op']:22}{' / '.join(row['backends']):22}{row['passed']:5}/{row['cases']}")
+    for kind, row in rows:
+        if kind == "bounded":
+            backends = " / ".join(row["backends"])
+            print(
+                f"{row['op']:26}{backends:22}{row['passed']:5}/{row['cases']}  worst {row['worst']:.2e} of {row['bound']:.2e}"
+            )
+    exact = [row for kind, row in rows if kind == "exact"]
+    print(f"parity: {sum(r['passed'] for r in exact)}/{sum(r['cases'] for r in exact)} cases bit-identical")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

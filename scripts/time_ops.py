@@ -1,0 +1,146 @@
+"""Device time of each op on plain XLA, Pallas and (inside JAX) Triton, at K3 rank shapes, from one profile.
+
+`python scripts/time_ops.py [--json jdspark/op_times.json]` on a machine with a GPU. Microseconds of kernel time per call,
+launch gaps not counted, mean of `--repeat` calls on alternating inputs. The JSON is the table that `backend="auto"` goes by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.profiler import ProfileData
+
+from jdspark import ops
+from jdspark.ops.backends import has_kernel, why_unavailable
+from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, K3_SHAPES, draw_batch
+
+TIMED_OPS = (
+    "accept_strict", "prepare_step", "norm_rope", "store_prepared", "noise_block", "write_block_latents", "markov_chain",
+    "next_tokens", "refresh_block_tables", "gen_prologue", "store_gen_context", "advance_ctx_len", "block_placement",
+)  # fmt: skip
+
+
+def marker(x: jax.Array) -> jax.Array:
+    """A kernel that is easy to find in a profile: it separates the timed segments."""
+    return jnp.sort(x)
+
+
+def draw(op: str, shape: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An op's operands on the device, drawn for the plain family."""
+    rng = np.random.default_rng(seed)
+    operands, static = (EXACT_OPS.get(op) or BOUNDED_OPS[op])(rng, draw_batch(rng, shape, "plain"))
+    static = static | ({"layer": None} if op == "write_block_latents" else {"advance": True} if op == "prepare_step" else {})
+    return jax.tree.map(jnp.asarray, operands), static
+
+
+def segment(op: str, shape: Any, backend: str) -> Callable[[], Any]:
+    """A function that runs the op once, compiled and warmed up. A pool is donated and carried from call to call."""
+    draws = [draw(op, shape, seed) for seed in range(3)]
+    static = draws[0][1]
+    call = jax.jit(
+        lambda pool, rest: getattr(ops, op)(**(rest if pool is None else {"pool": pool, **rest}), **static, backend=backend),
+        donate_argnums=0,
+    )
+    state: dict[str, Any] = {"pool": draws[0][0].pop("pool", None), "calls": 0}
+    for operands, _ in draws[1:]:
+        operands.pop("pool", None)
+
+    def run() -> Any:
+        rest = draws[state["calls"] % len(draws)][0]
+        state["calls"] += 1
+        result = call(state["pool"], rest)
+        if state["pool"] is not None:
+            state["pool"] = result
+        return result
+
+    for _ in draws:
+        jax.block_until_ready(run())
+    return run
+
+
+def kernel_times(segments: list[Callable[[], Any]], repeat: int) -> list[tuple[float, float]]:
+    """(microseconds, launches) per call of each segment, from one trace of the GPU's streams."""
+    boundary = jax.jit(marker)
+    number = jnp.arange(7)
+    jax.block_until_ready(boundary(number))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for run in segments:
+                jax.block_until_ready(boundary(number))
+                for _ in range(repeat):
+                    result = run()
+                jax.block_until_ready(result)
+        (trace,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
+        events = sorted(
+            (event.start_ns, event.duration_ns, event.name)
+            for plane in ProfileData.from_file(trace).planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        )
+    groups: list[list[float]] = []
+    for _, duration, name in events:
+        if "sort" in name:
+            groups.append([])
+        elif groups:
+            groups[-1].append(duration)
+    if len(groups) != len(segments):
+        raise RuntimeError(f"the trace has {len(groups)} marked segments, expected {len(segments)}")
+    return [(sum(group) / repeat / 1e3, len(group) / repeat) for group in groups]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--command", default="python scripts/time_ops.py", help="recorded in the JSON")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        parser.error("no GPU: these would be times of an interpreter")
+    backends = ["xla", "pallas"] + ([] if why_unavailable("triton") else ["triton"])
+    shapes = [K3_SHAPES[index] for index in (0, 5, 4, 2, 6)]
+    labels, segments = [], []
+    for op in TIMED_OPS:
+        for shape in shapes:
+            for backend in backends:
+                if backend != "xla" and not has_kernel(op, backend):
+                    continue
+                labels.append((op, shape, backend))
+                segments.append(segment(op, shape, backend))
+    table: dict[str, list[dict[str, Any]]] = {}
+    rows: dict[tuple[str, Any], dict[str, Any]] = {}
+    for (op, shape, backend), (microseconds, launches) in zip(labels, kernel_times(segments, args.repeat)):
+        if (op, shape) not in rows:
+            rows[op, shape] = {"B": shape.B, "columns": shape.max_blocks, "contexts": shape.num_contexts, "launches": {}}
+            table.setdefault(op, []).append(rows[op, shape])
+        rows[op, shape][backend] = round(microseconds, 2)
+        rows[op, shape]["launches"][backend] = launches
+    print(f"{'op':22}{'B':>4}{'columns':>9}{'contexts':>9}" + "".join(f"{b + ' us':>11}{'launches':>9}" for b in backends))
+    for op, entries in table.items():
+        for row in entries:
+            times = "".join(f"{row[b]:11.2f}{row['launches'][b]:9.1f}" if b in row else " " * 20 for b in backends)
+            print(f"{op:22}{row['B']:4}{row['columns']:9}{row['contexts']:9}{times}")
+    if args.json:
+        report = {
+            "machine": jax.devices()[0].device_kind,
+            "command": args.command,
+            "unit": "us of kernel time per call, launch gaps not counted",
+            "ops": table,
+        }
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
