@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .launch import WARPGROUP, Ref, launch, pieces, struct
+
+
+@functools.partial(jax.jit, static_argnames=("eps",))
+def norm_rope(
+    latents: jax.Array, positions: jax.Array, kv_a_norm: jax.Array, cos: jax.Array, sin: jax.Array, *, eps: float
+) -> jax.Array:
+    """RMSNorm of the first `kv_lora_rank` numbers of `latents [N, L, D]` and RoPE of the adjacent pairs behind them.
+
+    One launch, one program per latent. All arithmetic is fp32 without fused multiply-adds, cast once at the end. The sum
+    of squares has a fixed order. Number i is lane `i % 128` of chunk `i // 128`, with zeros up to a power of two of
+    chunks; neighbouring chunks are added until one is left, then neighbouring lanes. The mean is that sum times
+    `1/kv_lora_rank`, rounded to fp32.
+    """
+    num_tokens, num_layers, width = latents.shape
+    rank = kv_a_norm.shape[1]
+    if latents.size == 0:
+        return latents
+    table_length = cos.shape[0]
+    # other widths go one number at a time
+    in_pairs = rank > 0 and rank % WARPGROUP == 0 and width % 2 == 0 and cos.shape[1] < WARPGROUP
+    # XLA sees [D/2, 2] as the same buffer; a kernel cannot load every other number of [D]
+    split = (lambda x: x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)) if in_pairs else (lambda x: x)
+    rotary = () if width == rank else (cos, sin)
+
+    def norm_rope_kernel(latents: Ref, positions: Ref, weights: Ref, *refs: Ref) -> None:
+        *rotary, negative_zero, out = refs
+        z = negative_zero[0]
+        i, layer = lax.axis_index("token"), lax.axis_index("layer")
+        row, weight, target = latents.at[i, layer], weights.at[layer], out.at[i, layer]
+        norm = norm_pairs if in_pairs else norm_scalars
+        norm(row, weight, target, rank, eps, z)
+        if rotary:
+            position = jnp.clip(positions[i], 0, table_length - 1)
+            rope = rope_pairs if in_pairs else rope_scalars
+            rope(row, rotary[0].at[position], rotary[1].at[position], target, rank, z)
+
+    return launch(
+        norm_rope_kernel,
+        out_type=struct(split(latents).shape, latents.dtype),
+        grid={"layer": num_layers, "token": num_tokens},
+    )(split(latents), positions, split(kv_a_norm), *rotary, jnp.full(1, -0.0, jnp.float32)).reshape(latents.shape)
+
+
+def rounded(product: jax.Array, z: jax.Array) -> jax.Array:
+    """An fp32 product, rounded: adding `z`, -0.0, changes no number, and what is added to it later cannot be fused into it.
+
+    Mosaic GPU contracts a product and a sum to one fused multiply-add, and the assembler does so across an optimization
+    barrier. The -0.0 comes from memory, so that no compiler knows it.
+    """
+    return product + z
+
+
+def inverse_rms(sum_of_squares: jax.Array, rank: int, eps: float, z: jax.Array) -> jax.Array:
+    return lax.rsqrt(rounded(sum_of_squares * jnp.float32(1 / rank), z) + jnp.float32(eps))
+
+
+def sum_neighbours(values: list[jax.Array]) -> jax.Array:
+    """Add neighbours until one value is left; a missing one counts as zero, which leaves a square as it is."""
+    while len(values) > 1:
+        values = [values[i] + values[i + 1] if i + 1 < len(values) else values[i] for i in range(0, len(values), 2)]
+    return values[0]
+
+
+def norm_pairs(row: Ref, weight: Ref, target: Ref, rank: int, eps: float, z: jax.Array) -> None:
+    """RMSNorm of a row seen as `[D/2, 2]`: a chunk of 128 numbers is `[64, 2]`, one number per thread."""
+    chunks = [pl.ds(start // 2, WARPGROUP // 2) for start in range(0, rank, WARPGROUP)]
+    layout = plgpu.Layout.WG_STRIDED((WARPGROUP // 2, 2), vec_size=1)
+
+    def load(ref: Ref, chunk: pl.Slice) -> jax.Array:
+        return plgpu.load(ref.at[chunk], layout=layout, optimized=False).astype(jnp.float32)
+
+    x = [load(row, chunk) for chunk in chunks]
+    weights = [load(weight, chunk) for chunk in chunks]
+    # the sum over a warpgroup's threads adds neighbours, at distance 1, 2, 4, ... 64
+    total = jnp.sum(sum_neighbours([rounded(numbers * numbers, z) for numbers in x]))
+    scale = inverse_rms(total, rank, eps, z)
+    for chunk, numbers, w in zip(chunks, x, weights):
+        target[chunk] = (w * (numbers * scale)).astype(target.dtype)
+
+
+def rope_pairs(row: Ref, cos: Ref, sin: Ref, target: Ref, rank: int, z: jax.Array) -> None:
+    """RoPE of a row seen as `[D/2, 2]`."""
+    for piece in pieces(cos.shape[0], cos.dtype, 1):
+        re, im = (piece.load(row.at[:, k], rank // 2).astype(jnp.float32) for k in (0, 1))
+        c, s = piece.load(cos), piece.load(sin)
+        piece.store(target.at[:, 0], (rounded(re * c, z) - rounded(im * s, z)).astype(target.dtype), rank // 2)
+        piece.store(target.at[:, 1], (rounded(re * s, z) + rounded(im * c, z)).astype(target.dtype), rank // 2)
+
+
+def norm_scalars(row: Ref, weight: Ref, target: Ref, rank: int, eps: float, z: jax.Array) -> None:
+    """RMSNorm of a row of any width, one number at a time."""
+    x = [row[i].astype(jnp.float32) for i in range(rank)]
+    lanes = [
+        sum_neighbours([rounded(number * number, z) for number in x[lane::WARPGROUP]]) for lane in range(min(rank, WARPGROUP))
+    ]
+    scale = inverse_rms(sum_neighbours(lanes), rank, eps, z) if rank else z
+    for i, number in enumerate(x):
+        target[i] = (weight[i].astype(jnp.float32) * (number * scale)).astype(target.dtype)
+
+
+def rope_scalars(row: Ref, cos: Ref, sin: Ref, target: Ref, rank: int, z: jax.Array) -> None:
+    """RoPE of a row of any width, one pair at a time."""
+    for i in range(cos.shape[0]):
+        re, im = row[rank + 2 * i].astype(jnp.float32), row[rank + 2 * i + 1].astype(jnp.float32)
+        target[rank + 2 * i] = (rounded(re * cos[i], z) - rounded(im * sin[i], z)).astype(target.dtype)
+        target[rank + 2 * i + 1] = (rounded(re * sin[i], z) + rounded(im * cos[i], z)).astype(target.dtype)

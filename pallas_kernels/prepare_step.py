@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jdspark.ops import BlockPlacement, PreparedStep, Prologue
+
+from .advance_ctx_len import advance_ctx_len, advanced, advertised
+from .block_placement import block_placement, place, upper_triangle
+from .gen_prologue import gen_prologue, slot_of, write_prologue
+from .launch import Ref, ceil_div, launch, struct
+from .refresh_block_tables import CHUNK, count_pages, decode_chunk, refresh_block_tables
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "pool_idx", "divisor", "page_size", "block_size", "max_ctx", "mask_token_id", "num_contexts",
+        "advance",
+    ),
+)  # fmt: skip
+def prepare_step(
+    encoded_offsets: jax.Array,
+    accepted_tokens: jax.Array,
+    num_accepted: jax.Array,
+    ctx_len: jax.Array,
+    slots: jax.Array,
+    *,
+    pool_idx: int,
+    divisor: int,
+    page_size: int,
+    block_size: int,
+    max_ctx: int,
+    mask_token_id: int,
+    num_contexts: int = 0,
+    advance: bool = True,
+) -> PreparedStep:
+    """refresh_block_tables, gen_prologue, the store's destinations, advance_ctx_len and block_placement in one launch.
+
+    Nothing it returns depends on another program's work: a request's program counts its row and decodes the few offsets
+    it needs itself. Programs, in this order: one per row (its count and, for a gen row, all that is per request), one
+    per slot (its new length), one per row and chunk of columns (the decoded table). Latents are stored afterwards, by
+    `store_prepared`.
+
+    Args:
+        encoded_offsets: `[pools, seqs, 2, max_blocks]`, context rows first.
+        accepted_tokens, num_accepted, slots: gen rows only, `[B, K+1]`, `[B]`, `[B]`.
+        ctx_len: `[max_batch + 1]`, before the advance.
+        advance: False returns `ctx_len` as it is and advertises its lengths; there are no programs per slot then.
+    """
+    num_gen, width = accepted_tokens.shape
+    num_slots, max_blocks = ctx_len.shape[0], encoded_offsets.shape[3]
+    num_rows = num_contexts + num_gen
+    chunks = ceil_div(max_blocks, CHUNK)
+    if num_gen == 0:
+        return _without_gen_rows(
+            encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
+            pool_idx=pool_idx, divisor=divisor, page_size=page_size, block_size=block_size, max_ctx=max_ctx,
+            mask_token_id=mask_token_id, num_contexts=num_contexts, advance=advance,
+        )  # fmt: skip
+    slot_programs = num_slots if advance else 0
+
+    def prepare_step_kernel(encoded: Ref, accepted: Ref, num_accepted: Ref, ctx_len: Ref, slots: Ref, *outputs: Ref) -> None:
+        (
+            block_tables, block_counts, bonus, query_positions, context_positions, embedding_ids,
+            store_pages, store_offsets, advertised_lengths, pages, offsets, seq_lens, *optional,
+        ) = outputs  # fmt: skip
+        new_ctx_len, page_tables = optional[:advance], optional[advance:]
+        program = lax.axis_index("program")
+
+        @pl.when(program < num_rows)
+        def _row() -> None:
+            row = program
+            encoded_row = encoded.at[pool_idx, row, 0]
+            count = count_pages(encoded_row, max_blocks)
+            block_counts[row] = count
+
+            @pl.when(row >= num_contexts)
+            def _request() -> None:
+                b = jnp.maximum(row - num_contexts, 0)
+                slot = slot_of(slots, b, num_slots)
+                c = ctx_len[slot]
+
+                def page_at(column: jax.Array) -> jax.Array:
+                    return lax.div(jnp.maximum(encoded_row[column], 0), jnp.int32(divisor))
+
+                write_prologue(
+                    b, accepted, num_accepted[b], c, bonus, query_positions, context_positions, embedding_ids, max_ctx
+                )
+                write_store_destinations(b, c, count, page_at, store_pages, store_offsets, page_size)
+                length = advanced(slot, ctx_len, slots, num_accepted, max_ctx) if advance else c
+                length = advertised(length, count, page_size=page_size, block_size=block_size, max_ctx=max_ctx)
+                advertised_lengths[b] = length
+                for j in range(block_size):
+                    pages[b, j], offsets[b, j] = place(length + j, count, page_at, page_size)
+                seq_lens[b] = length + block_size
+
+        @pl.when(program == 0)
+        def _mask() -> None:
+            embedding_ids[num_gen] = jnp.int32(mask_token_id)
+
+        if advance:
+
+            @pl.when((program >= num_rows) & (program < num_rows + num_slots))
+            def _slot() -> None:
+                slot = program - num_rows
+                new_ctx_len[0][slot] = advanced(slot, ctx_len, slots, num_accepted, max_ctx)
+
+        @pl.when(program >= num_rows + slot_programs)
+        def _decode() -> None:
+            part = program - (num_rows + slot_programs)
+            row, chunk = part // chunks, part % chunks
+            encoded_row = encoded.at[pool_idx, row, 0]
+            decode_chunk(encoded_row, block_tables.at[row], chunk, max_blocks, divisor)
+            if page_tables:
+
+                @pl.when(row >= num_contexts)
+                def _gen_row() -> None:
+                    b = jnp.maximum(row - num_contexts, 0)
+                    decode_chunk(encoded_row, page_tables[0].at[b], chunk, max_blocks, divisor)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return struct(shape, jnp.int32)
+
+    (
+        block_tables, block_counts, bonus, query_positions, context_positions, embedding_ids,
+        store_pages, store_offsets, advertised_lengths, pages, offsets, seq_lens, *optional,
+    ) = launch(
+        prepare_step_kernel,
+        out_type=(
+            ints(num_rows, max_blocks), ints(num_rows),
+            ints(num_gen), ints(num_gen, block_size), ints(num_gen, width), ints(num_gen + 1),
+            ints(num_gen, width), ints(num_gen, width),
+            ints(num_gen),
+            ints(num_gen, block_size), ints(num_gen, block_size), ints(num_gen),
+            *([ints(num_slots)] if advance else []), *([ints(num_gen, max_blocks)] if num_contexts else []),
+        ),
+        grid={"program": num_rows + slot_programs + num_rows * chunks},
+    )(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots)  # fmt: skip
+    gen_tables = optional[-1] if num_contexts else block_tables
+    return PreparedStep(
+        block_tables,
+        block_counts,
+        Prologue(bonus, query_positions, context_positions, embedding_ids),
+        store_pages,
+        store_offsets,
+        optional[0] if advance else ctx_len,
+        advertised_lengths,
+        BlockPlacement(pages, offsets, upper_triangle(block_size), gen_tables, seq_lens),
+    )
+
+
+def write_store_destinations(
+    b: jax.Array,
+    c: jax.Array,
+    count: jax.Array,
+    page_at: Callable[[jax.Array], jax.Array],
+    store_pages: Ref,
+    store_offsets: Ref,
+    page_size: int,
+) -> None:
+    """Request b's destinations, from its context length `c` and its page count."""
+    width = store_pages.shape[1]
+    last = count * page_size - 1
+    # min(c, last) first: the same numbers, and c + j cannot overflow
+    start = jnp.minimum(c, last)
+    places = []
+    for j in range(width):
+        position = jnp.maximum(jnp.minimum(start + j, last), 0)
+        places.append((page_at(position // page_size), position % page_size))
+    for j, (page, offset) in enumerate(places):
+        lost = count == 0
+        for later_page, later_offset in places[j + 1 :]:
+            lost |= (later_page == page) & (later_offset == offset)
+        store_pages[b, j] = jnp.where(lost, -1, page)
+        store_offsets[b, j] = offset
+
+
+def _without_gen_rows(
+    encoded_offsets: jax.Array,
+    accepted_tokens: jax.Array,
+    num_accepted: jax.Array,
+    ctx_len: jax.Array,
+    slots: jax.Array,
+    *,
+    pool_idx: int,
+    divisor: int,
+    page_size: int,
+    block_size: int,
+    max_ctx: int,
+    mask_token_id: int,
+    num_contexts: int,
+    advance: bool,
+) -> PreparedStep:
+    """A batch of context rows alone: only its tables have to be decoded."""
+    tables, counts = refresh_block_tables(encoded_offsets, pool_idx=pool_idx, num_seqs=num_contexts, divisor=divisor)
+    new_ctx_len, lengths = advance_ctx_len(
+        ctx_len, slots, num_accepted, counts,
+        page_size=page_size, block_size=block_size, max_ctx=max_ctx, first_row=num_contexts,
+    )  # fmt: skip
+    return PreparedStep(
+        tables,
+        counts,
+        gen_prologue(
+            accepted_tokens, num_accepted, ctx_len, slots,
+            block_size=block_size, max_ctx=max_ctx, mask_token_id=mask_token_id,
+        ),
+        jnp.zeros(accepted_tokens.shape, jnp.int32),
+        jnp.zeros(accepted_tokens.shape, jnp.int32),
+        new_ctx_len if advance else ctx_len,
+        lengths,
+        block_placement(lengths, tables, block_size=block_size, page_size=page_size, first_row=num_contexts),
+    )  # fmt: skip
