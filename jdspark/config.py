@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -302,6 +303,8 @@ class StepOptions:
     """Also return the confidence head's logits (needs a drafter that has one)."""
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.force) or self.force < 0:
+            raise ValueError(f"StepOptions: force is {self.force}, expected a finite number >= 0 (0 = off)")
         if self.backend != "auto":
             why_unavailable(self.backend)  # ValueError for an unknown name
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .drafter import project_context
 from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.safety import safe_block_counts, safe_slots
 from .params import DrafterParams
-from .state import DecodeState, check_state
+from .state import Changing, DecodeState, check_state, device_of, joined, pinned_jit, split
 
 SMALLEST_BUCKET = 16
 
@@ -25,17 +25,24 @@ def token_bucket(num_tokens: int) -> int:
     return max(SMALLEST_BUCKET, 1 << (num_tokens - 1).bit_length())
 
 
-@functools.partial(jax.jit, donate_argnames="state", static_argnames="backend")
+@functools.cache
+def jitted_store(device: SingleDeviceSharding | None, backend: str) -> Any:
+    """The compiled store for states on one device."""
+    return pinned_jit(functools.partial(_store, backend), device, donate_argnums=1)
+
+
 def _store(
+    backend: str,
     params: DrafterParams,
-    state: DecodeState,
+    changing: Changing,
+    constant: DecodeState,
     captured: jax.Array,
     positions: jax.Array,
     rows: jax.Array,
     slots: jax.Array,
     encoded_offsets: jax.Array,
-    backend: str,
-) -> DecodeState:
+) -> Changing:
+    state = joined(changing, constant)
     config, geometry = state.config, state.geometry
     num_contexts = slots.shape[0]
     block_tables, block_counts = ops.refresh_block_tables(
@@ -65,7 +72,7 @@ def _store(
     # a row without tokens keeps its slot's length: its write goes out of bounds and is dropped
     target = jnp.where(has_tokens, slots, state.ctx_len.shape[0])
     ctx_len = state.ctx_len.at[target].set(chunk_end, mode="drop").at[geometry.dummy_slot].set(0)
-    return dataclasses.replace(state, pool=pool, ctx_len=ctx_len)
+    return changing._replace(pool=pool, ctx_len=ctx_len)
 
 
 def _padded(array: Any, length: int, fill: int) -> Any:
@@ -93,7 +100,8 @@ def store_prefill_context(
     reused slot and a later one appends. Compiles once per token bucket (powers of two) and number of rows.
 
     Args:
-        captured: `[N, T*H_t]`, the chunks' tokens one after another.
+        captured: `[N, T*H_t]`, the chunks' tokens one after another. On a device, come padded to a bucket (a power of
+            two, rows -1): otherwise XLA compiles a small pad for every new N.
         positions: `[N]` int32, position of each token in its sequence.
         rows: `[N]` int32, the batch row of each token, `0 .. num_contexts-1`; -1 is padding.
         slots: `[num_contexts]` int32. A row in the dummy slot (a refused request) stores nothing.
@@ -136,13 +144,7 @@ def store_prefill_context(
         raise ValueError(f"{call}: rows names row {rows.max()}, but slots has {num_contexts} rows")
 
     length = token_bucket(num_tokens)
-    return _store(
-        params,
-        state,
-        _padded(captured, length, 0),
-        _padded(positions, length, 0),
-        _padded(rows, length, -1),
-        slots,
-        encoded_offsets,
-        backend,
-    )
+    padded = (_padded(captured, length, 0), _padded(positions, length, 0), _padded(rows, length, -1))
+    changing, constant = split(state)
+    changing = jitted_store(device_of(state), backend)(params, changing, constant, *padded, slots, encoded_offsets)
+    return joined(changing, constant)

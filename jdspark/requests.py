@@ -35,6 +35,7 @@ class RequestSlots:
         self.geometry = geometry
         self._slot_of: dict[RequestId, int] = {}
         self._stored: dict[RequestId, int] = {}
+        self._refused: set[RequestId] = set()
         self._stale: set[int] = set()
 
     def __contains__(self, request_id: RequestId) -> bool:
@@ -74,6 +75,7 @@ class RequestSlots:
             return self._refuse(request_id, f"its chunk starts at {first_position}, but {have} of its context is stored")
         if end > limit:
             return self._refuse(request_id, f"its context of {end} tokens exceeds min(max_ctx, allocated) = {limit}")
+        self._refused.discard(request_id)
         slot = self._assign(request_id)
         if slot != self.geometry.dummy_slot:
             self._stored[request_id] = end
@@ -81,7 +83,12 @@ class RequestSlots:
         return slot
 
     def admit_generation(self, request_id: RequestId) -> int:
-        """The slot of a gen request; one that never prefilled here (disaggregated serving) gets an empty slot."""
+        """The slot of a gen request; one that never prefilled here (disaggregated serving) gets an empty slot.
+
+        A request whose prefill was refused stays in the dummy slot until it is finished: its context has a hole.
+        """
+        if request_id in self._refused:
+            return self.geometry.dummy_slot
         self._stored.pop(request_id, None)  # from now on only the device knows the length
         return self._assign(request_id)
 
@@ -90,6 +97,7 @@ class RequestSlots:
         for request_id in request_ids:
             slot = self._slot_of.pop(request_id, None)
             self._stored.pop(request_id, None)
+            self._refused.discard(request_id)
             if slot is not None:
                 self._stale.add(slot)
 
@@ -103,8 +111,9 @@ class RequestSlots:
         # padded to one length, so that it compiles once; the dummy's length is 0 anyway
         slots = np.full(self.geometry.max_batch + 1, self.geometry.dummy_slot, np.int32)
         slots[: len(self._stale)] = sorted(self._stale)
-        self._stale.clear()
-        return dataclasses.replace(state, ctx_len=_clear(state.ctx_len, jnp.asarray(slots)))
+        cleared = dataclasses.replace(state, ctx_len=_clear(state.ctx_len, jnp.asarray(slots)))
+        self._stale.clear()  # only now: a state that was donated already raises above
+        return cleared
 
     def _assign(self, request_id: RequestId) -> int:
         if request_id not in self._slot_of:
@@ -118,4 +127,5 @@ class RequestSlots:
     def _refuse(self, request_id: RequestId, why: str) -> int:
         logger.warning("request %r drafts nothing: %s", request_id, why)
         self.finish([request_id])
+        self._refused.add(request_id)
         return self.geometry.dummy_slot

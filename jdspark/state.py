@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from .config import DrafterConfig, Geometry
 from .ops.checks import dtype_name
@@ -30,6 +32,46 @@ class DecodeState:
     rope_sin: Array
     config: DrafterConfig = dataclasses.field(metadata={"static": True})
     geometry: Geometry = dataclasses.field(metadata={"static": True})
+
+
+class Changing(NamedTuple):
+    """The part of a state that a call updates, and donates."""
+
+    pool: Array
+    ctx_len: Array
+    force_counter: Array
+
+
+def split(state: DecodeState) -> tuple[Changing, DecodeState]:
+    """A state as its donated part and the rest: states may share their rope tables."""
+    rest = dataclasses.replace(state, pool=None, ctx_len=None, force_counter=None)
+    return Changing(state.pool, state.ctx_len, state.force_counter), rest
+
+
+def joined(changing: Changing, constant: DecodeState) -> DecodeState:
+    """The inverse of `split`."""
+    return dataclasses.replace(constant, **changing._asdict())
+
+
+def device_of(state: DecodeState) -> SingleDeviceSharding | None:
+    """Where a state lives (the default device for an abstract one); None inside a trace, or for a sharded pool.
+
+    Compiled calls are pinned to it: otherwise JAX compiles anew when an operand that was on no device in particular comes
+    back committed to one, as every result is.
+    """
+    if isinstance(state.pool, jax.core.Tracer):
+        return None
+    sharding = getattr(state.pool, "sharding", None)
+    if sharding is None:
+        default = jax.config.jax_default_device or jax.devices()[0]
+        return SingleDeviceSharding(jax.devices(default)[0] if isinstance(default, str) else default)
+    return sharding if isinstance(sharding, SingleDeviceSharding) else None
+
+
+def pinned_jit(function: Callable[..., Any], device: SingleDeviceSharding | None, **options: Any) -> Any:
+    """`jax.jit` with every operand and result on one device, or left to JAX for None."""
+    placement: dict[str, Any] = {} if device is None else {"in_shardings": device, "out_shardings": device}
+    return jax.jit(function, **placement, **options)
 
 
 def pool_shape(config: DrafterConfig, geometry: Geometry) -> tuple[int, int, int, int]:
@@ -60,7 +102,7 @@ def init_state(config: DrafterConfig, geometry: Geometry, *, dtype: Any = jnp.bf
 def check_state(caller: str, state: DecodeState, weights_dtype: Any) -> None:
     """Raise before dispatch if a state cannot be used: donated already, or of another geometry or dtype."""
     config, geometry = state.config, state.geometry
-    for name in ("pool", "ctx_len", "force_counter"):
+    for name in ("pool", "ctx_len", "force_counter", "rope_cos", "rope_sin"):
         array = getattr(state, name)
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
             raise ValueError(f"{caller}: state.{name} was donated to an earlier call; use the state that call returned")

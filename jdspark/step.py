@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
@@ -16,7 +17,7 @@ from .ops.backends import BackendUnavailable, why_unavailable
 from .ops.checks import FLOATS, INTEGERS, expect
 from .params import Array, DrafterParams
 from .paths import step_paths
-from .state import DecodeState, check_state
+from .state import Changing, DecodeState, check_state, device_of, joined, pinned_jit, split
 
 
 @jax.tree_util.register_dataclass
@@ -205,18 +206,22 @@ class DecodeStep:
     def __init__(self, config: DrafterConfig, geometry: Geometry, options: StepOptions):
         self.config, self.geometry, self.options = config, geometry, options
         self.compilations = 0
-        """How many times the step was traced and compiled."""
+        """How many times the step was traced, once per combination of shapes and dtypes."""
 
-        def counted(params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
+        def counted(params: DrafterParams, changing: Changing, constant: DecodeState, inputs: StepInputs) -> Any:
             self.compilations += 1  # runs while tracing only
-            return decode_step(params, state, inputs, options)
+            outputs, state = decode_step(params, joined(changing, constant), inputs, options)
+            return outputs, split(state)[0]
 
-        self._jitted = jax.jit(counted, donate_argnames="state")
+        self._counted = counted
+        self._jitted: dict[SingleDeviceSharding | None, Any] = {}
 
     def __call__(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
         """Run one step. Raises ValueError or TypeError, before dispatch, for anything the host can see is wrong."""
         self.check(params, state, inputs)
-        return self._jitted(params, state, inputs)
+        changing, constant = split(state)
+        outputs, changing = self._jitted_for(state)(params, changing, constant, inputs)
+        return outputs, joined(changing, constant)
 
     def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
         """`jax.stages.Lowered` of the step for these shapes: nothing runs, the state is not touched.
@@ -225,7 +230,13 @@ class DecodeStep:
         (`jax.ShapeDtypeStruct`) do as well as arrays.
         """
         self.check(params, state, inputs)
-        return self._jitted.lower(params, state, inputs)
+        return self._jitted_for(state).lower(params, *split(state), inputs)
+
+    def _jitted_for(self, state: DecodeState) -> Any:
+        device = device_of(state)
+        if device not in self._jitted:
+            self._jitted[device] = pinned_jit(self._counted, device, donate_argnums=1)
+        return self._jitted[device]
 
     def explain(self, params: DrafterParams, B: int) -> dict[str, str]:
         """For a step of `B` gen rows: the backend of each op, and the reason where it is not the one asked for."""
@@ -264,8 +275,21 @@ class DecodeStep:
             expect(call, "captured", inputs.captured, captured_dims, FLOATS)
         if self.options.return_confidence and params.confidence_proj is None:
             raise ValueError(f"{call}: return_confidence is set, but the drafter has no confidence head")
+        self._check_params(params)
         if B and K:
             self._check_output_head(params, inputs.logits.shape[1])
+
+    def _check_params(self, params: DrafterParams) -> None:
+        call, config = "decode step", self.config
+        kv_a_dims: dict[str, int | None] = {"L": config.num_hidden_layers, "D": config.latent_dim, "H": config.hidden_size}
+        expect(call, "params.kv_a_proj", params.kv_a_proj, kv_a_dims, FLOATS)
+        expect(call, "params.embed_tokens", params.embed_tokens, {"V": None, "H": config.hidden_size}, FLOATS)
+        if (params.fc is None) != (params.hidden_norm is None):
+            raise ValueError(f"{call}: params.fc and params.hidden_norm come together, one of them is None")
+        for name in ("markov_w1", "markov_w2"):
+            if (getattr(params, name) is None) != (config.markov_rank == 0):
+                state = "missing" if config.markov_rank else "there"
+                raise ValueError(f"{call}: params.{name} is {state}, but the config's markov_rank is {config.markov_rank}")
 
     def _check_output_head(self, params: DrafterParams, target_vocab: int) -> None:
         call, config = "decode step", self.config

@@ -21,6 +21,20 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture
+def compilations():
+    """Grows by one for every XLA compilation while the test runs."""
+    event_name, seen = "/jax/core/compile/backend_compile_duration", []
+
+    def listen(event, _, **__):
+        if event == event_name:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.clear_event_listeners()
+
+
 @pytest.fixture(scope="session")
 def params():
     """A tiny fp32 drafter with a random output head."""

@@ -70,8 +70,11 @@ def test_int64_is_range_checked():
         to_jax(torch.tensor([1, 2**31]))
     with pytest.raises(BridgeError, match="int64 became int32"):
         to_jax(tensor, copy=False)
-    with pytest.raises(BridgeError, match="float64 tensor would lose precision"):
+    with pytest.raises(BridgeError, match=r"narrow torch\.float64 in silence"):
         to_jax(torch.zeros(2, dtype=torch.float64))
+    for dtype in (torch.uint64, torch.complex128):
+        with pytest.raises(BridgeError, match="in silence"):
+            to_jax(torch.zeros(2, dtype=dtype))
 
 
 @pytest.mark.parametrize("view", [lambda t: t[:, ::2], lambda t: t.T, lambda t: t[:, :3], lambda t: t[::2]])
@@ -105,6 +108,16 @@ def test_wrong_kinds_are_refused():
         jax.jit(lambda x: to_torch(x))(jnp.zeros(3))
 
 
+def test_negative_and_conjugate_views_keep_their_sign():
+    view = torch.tensor([1 + 1j] * 64).conj().imag
+    assert view.is_neg()
+    assert to_jax(view)[0] == -1
+    assert compare(view, np.full(64, -1, np.float32))
+    with pytest.raises(BridgeError, match="conjugate or negative view"):
+        to_jax(view, copy=False)
+    assert to_jax(torch.tensor([1 + 1j] * 64).conj())[0] == 1 - 1j
+
+
 def test_gradients_are_left_behind():
     tensor = torch.ones(16, requires_grad=True)
     assert bitwise_equal(to_jax(tensor), torch.ones(16))
@@ -136,6 +149,9 @@ def test_comparison_of_kinds_and_shapes():
     assert not compare(jnp.ones(2), torch.ones(1))
     assert "shape [2] against [1]" in compare(jnp.ones(2), torch.ones(1)).detail
     assert compare(jnp.array(True), torch.tensor(True))
+    assert compare(jnp.float32(1), torch.tensor(1.0))
+    assert not compare(jnp.float32(1), torch.tensor(2.0))
+    assert compare(jnp.float32(1), torch.tensor(2.0)).where == ()
 
 
 def test_tuples_compare_element_by_element():
@@ -144,6 +160,13 @@ def test_tuples_compare_element_by_element():
     assert not bitwise_equal((a, b), (torch.ones(2),))
     assert not bitwise_equal((a,), a)
     assert not bitwise_equal((a, b), (torch.ones(2), torch.ones(3, dtype=torch.int64)))
+
+
+def test_pytrees_compare_leaf_by_leaf():
+    a = {"x": jnp.ones(2), "y": [jnp.zeros(1), jnp.zeros((2, 3))]}
+    assert bitwise_equal(a, jax.tree.map(to_torch, a))
+    assert not bitwise_equal(a, a | {"x": jnp.zeros(2)})
+    assert not bitwise_equal(a, {"x": jnp.ones(2)})
 
 
 def test_largest_difference():

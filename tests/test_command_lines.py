@@ -15,14 +15,15 @@ from torch_bridge import eager, parity
 
 def test_parity_report(capsys, tmp_path):
     report = tmp_path / "report.json"
-    assert parity.main(["--ops", "next_tokens,context_latents", "--cases", "9", "--seed", "3", "--json", str(report)]) == 0
+    arguments = ["--ops", "next_tokens,context_latents", "--backends", "torch eager", "--cases", "9", "--seed", "3"]
+    assert parity.main([*arguments, "--json", str(report)]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    # next_tokens against torch, and each op's second run
-    assert lines[-1] == "parity: 27/27 cases bit-identical"
+    assert lines[-1] == "parity: 9/9 cases bit-identical"
     assert lines[-2] == "bounded: 9/9 cases within their bound"
+    assert lines[-3] == "repeated: 18/18 cases gave the same bits in a second run"
     written = json.loads(report.read_text())
     assert [(row["op"], row["backends"]) for row in written["exact"]] == [
-        ("next_tokens", ["xla", "eager"]),
+        ("next_tokens", ["xla", "torch eager"]),
         ("next_tokens", ["xla", "xla twice"]),
         ("context_latents", ["xla", "xla twice"]),
     ]
@@ -38,18 +39,18 @@ def test_parity_exits_1_on_one_wrong_bit(capsys, monkeypatch):
         return tables, counts - (counts == 1).int()
 
     monkeypatch.setattr(eager, "refresh_block_tables", off_by_one)
-    assert parity.main(["--ops", "refresh_block_tables", "--cases", "32"]) == 1
+    assert parity.main(["--ops", "refresh_block_tables", "--backends", "torch eager", "--cases", "32"]) == 1
     output = capsys.readouterr().out
     passed, total = map(int, re.search(r"parity: (\d+)/(\d+) cases bit-identical", output.splitlines()[-1]).groups())
-    assert passed < total == 64
-    assert "MISMATCH refresh_block_tables (xla / eager): " in output
+    assert passed < total == 32
+    assert "MISMATCH refresh_block_tables (xla / torch eager): " in output
     assert "elements differ, first at" in output
 
 
 def test_parity_exits_1_past_a_bound(capsys, monkeypatch):
     original = eager.context_latents
     monkeypatch.setattr(eager, "context_latents", lambda *a, **k: original(*a, **k) * 1.05)
-    assert parity.main(["--ops", "context_latents", "--cases", "4"]) == 1
+    assert parity.main(["--ops", "context_latents", "--backends", "torch eager", "--cases", "4"]) == 1
     assert "bounded: 0/4 cases within their bound" in capsys.readouterr().out
 
 
@@ -58,6 +59,9 @@ def test_parity_exits_1_past_a_bound(capsys, monkeypatch):
     [
         (["--ops", "softmax"], "--ops: unknown softmax; known are refresh_block_tables"),
         (["--cases", "0"], "--cases is 0, expected at least 1"),
+        (["--seed", "-1"], "--seed is -1, expected 0 or more"),
+        (["--json", "/nowhere/report.json"], "--json: /nowhere/report.json cannot be written"),
+        (["--backends", "cuda"], "--backends: unknown 'cuda'; known are pallas"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
     ],
 )

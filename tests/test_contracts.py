@@ -7,14 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jdspark import BackendUnavailable, ops
-from torch_bridge import eager
-from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS
+from torch_bridge import compare, eager, to_torch
+from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, draw_case
 
 ROOT = Path(__file__).parent.parent
 OPS = sorted({*EXACT_OPS, *BOUNDED_OPS})
@@ -169,3 +171,39 @@ def test_import_needs_only_jax_numpy_and_safetensors():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+class CountHostReads(TorchDispatchMode):
+    """Counts what would wait for a GPU, and so break the capture of a CUDA graph."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", sorted(EXACT_OPS))
+def test_the_torch_chain_never_reads_from_the_device(op):
+    for index in range(4):
+        case = draw_case(op, index, 0)
+        operands = jax.tree.map(lambda x: to_torch(jnp.asarray(x), copy=True), case.operands)
+        with CountHostReads() as counted:
+            getattr(eager, op)(**operands, **case.static)
+        assert counted.reads == 0, case.label
+
+
+def test_a_long_prefill_resolves_duplicates_through_a_table():
+    """More tokens than are compared pairwise, half of them onto places taken later."""
+    num_tokens, page_size = 3000, 4
+    pool = np.zeros((1, 400, page_size, 2), np.float32)
+    rng = np.random.default_rng(0)
+    positions = rng.integers(0, 400 * page_size, num_tokens).astype(np.int32)
+    latents = np.arange(num_tokens * 2, dtype=np.float32).reshape(num_tokens, 1, 2)
+    table = np.arange(400, dtype=np.int32)[None]
+    operands = (pool, latents, np.zeros(num_tokens, np.int32), positions, table)
+    wanted = pool.copy()
+    for latent, position in zip(latents, positions):
+        wanted[0, position // page_size, position % page_size] = latent[0]
+    assert compare(ops.scatter_context(*operands), wanted)
+    assert compare(eager.scatter_context(*(torch.from_numpy(x.copy()) for x in operands)), wanted)

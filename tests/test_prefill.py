@@ -11,7 +11,7 @@ import pytest
 from jdspark import init_state, store_prefill_context
 from jdspark.drafter import linear, project_context
 from jdspark.ops import norm_rope
-from jdspark.prefill import _store, token_bucket
+from jdspark.prefill import token_bucket
 from jdspark.presets import TINY, random_drafter
 from torch_bridge import compare
 from torch_bridge.whole_step import ScriptedTarget, stored_latents
@@ -43,12 +43,16 @@ def test_buckets():
     assert [token_bucket(n) for n in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 
 
-def test_one_compilation_per_bucket(params, state, target):
-    _store.clear_cache()
+def test_one_compilation_per_bucket(params, geometry, target, compilations):
+    other = dataclasses.replace(geometry, num_pages=47)  # a geometry of its own: nothing is compiled for it yet
+    state = init_state(TINY, other, dtype=jnp.float32)
+    store_prefill_context(params, state, **target.prompt(0, 0, 3))  # what else is compiled once
+    state = init_state(TINY, dataclasses.replace(geometry, num_pages=46), dtype=jnp.float32)
+    compilations.clear()
     for length in (1, 7, 16, 17, 20, 32):
         state = store_prefill_context(params, state, **target.prompt(0, 0, length))
-        assert state.ctx_len[0] == length
-    assert _store._cache_size() == 2
+        assert np.asarray(state.ctx_len)[0] == length
+    assert len(compilations) == 2
 
 
 @pytest.mark.parametrize("layout", ["layer_major", "page_major"])

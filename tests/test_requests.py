@@ -72,6 +72,28 @@ def test_later_chunks_append_and_position_zero_starts_afresh(requests, caplog):
         requests.admit_chunk("a", 0, 0, 32)
 
 
+def test_a_refused_request_stays_refused_until_it_finishes(requests):
+    assert requests.admit_chunk("a", 0, 21, 99) == GEOMETRY.dummy_slot
+    assert requests.admit_generation("a") == GEOMETRY.dummy_slot
+    assert requests.admit_chunk("a", 0, 5, 99) == 0  # started afresh
+    assert requests.admit_generation("a") == 0
+    assert requests.admit_chunk("b", 0, 21, 99) == GEOMETRY.dummy_slot
+    requests.finish(["b"])
+    assert requests.admit_generation("b") == 1
+
+
+def test_clearing_a_donated_state_loses_nothing(requests):
+    state = init_state(TINY, GEOMETRY)
+    requests.admit_generation("a")
+    requests.finish(["a"])
+    gone = dataclasses.replace(state, ctx_len=jnp.full(4, 7, jnp.int32))
+    gone.ctx_len.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        requests.clear(gone)
+    live = dataclasses.replace(state, ctx_len=jnp.array([7, 7, 7, 0], jnp.int32))
+    assert requests.clear(live).ctx_len.tolist() == [0, 7, 7, 0]
+
+
 def test_finished_slots_are_emptied(requests):
     state = init_state(TINY, GEOMETRY)
     assert requests.clear(state) is state

@@ -15,6 +15,7 @@ import torch
 logger = logging.getLogger("torch_bridge")
 
 INT32 = np.iinfo(np.int32)
+NEED_X64 = (torch.float64, torch.complex128, torch.uint64)
 
 
 class BridgeError(ValueError):
@@ -57,7 +58,10 @@ def to_jax(torch_tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array
     """
     if not isinstance(torch_tensor, torch.Tensor):
         raise BridgeError(f"to_jax: got a {type(torch_tensor).__name__}, expected a torch.Tensor")
-    tensor, why_copied = torch_tensor.detach(), None
+    # a conjugate or negative view keeps its sign beside the memory, where JAX would not see it
+    tensor, why_copied = torch_tensor.detach().resolve_conj().resolve_neg(), None
+    if tensor.data_ptr() != torch_tensor.data_ptr():
+        why_copied = "the tensor is a conjugate or negative view"
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()  # torch's producers are done before JAX reads
     if tensor.dtype == torch.int64 and not jax.config.read("jax_enable_x64"):
@@ -67,8 +71,8 @@ def to_jax(torch_tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array
                 " hold; enable jax_enable_x64 or narrow it"
             )
         tensor, why_copied = tensor.to(torch.int32), "int64 became int32 (x64 is off)"
-    elif tensor.dtype == torch.float64 and not jax.config.read("jax_enable_x64"):
-        raise BridgeError("to_jax: a float64 tensor would lose precision in silence; enable jax_enable_x64 or cast it")
+    elif tensor.dtype in NEED_X64 and not jax.config.read("jax_enable_x64"):
+        raise BridgeError(f"to_jax: JAX would narrow {tensor.dtype} in silence; enable jax_enable_x64 or cast it")
     if not tensor.is_contiguous():
         tensor, why_copied = tensor.contiguous(), "the tensor is strided"
     if copy is True:
@@ -124,7 +128,7 @@ class Comparison:
 def to_numpy(array: Any) -> np.ndarray:
     """The array on the host, of either framework; bf16 keeps its bits as an ml_dtypes array."""
     if isinstance(array, torch.Tensor):
-        tensor = array.detach().cpu().contiguous()
+        tensor = array.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
         return tensor.numpy()
@@ -145,7 +149,8 @@ def compare(a: Any, b: Any) -> Comparison:
         return Comparison(False, -1, detail=f"dtype {left.dtype} against {right.dtype}")
     if floats[0]:
         bits = np.dtype(f"u{left.dtype.itemsize}")
-        same = np.ascontiguousarray(left).view(bits) == np.ascontiguousarray(right).view(bits)
+        same = np.atleast_1d(left).view(bits) == np.atleast_1d(right).view(bits)
+        same = same.reshape(left.shape)
         with np.errstate(invalid="ignore"):  # signalling NaNs
             differ = ~(same | (np.isnan(left) & np.isnan(right)))
     else:
@@ -158,12 +163,12 @@ def compare(a: Any, b: Any) -> Comparison:
 
 
 def bitwise_equal(a: Any, b: Any) -> bool:
-    """Whether two arrays, or two tuples of arrays, of either framework are equal in every bit (see `compare`)."""
-    if isinstance(a, tuple) or isinstance(b, tuple):
-        if not (isinstance(a, tuple) and isinstance(b, tuple)) or len(a) != len(b):
-            return False
-        return all(bitwise_equal(x, y) for x, y in zip(a, b, strict=True))
-    return compare(a, b).equal
+    """Whether two arrays of either framework, or two pytrees of them, are equal in every bit (see `compare`)."""
+    (left, left_tree), (right, right_tree) = jax.tree.flatten(a), jax.tree.flatten(b)
+    same_tree = str(left_tree) == str(right_tree) or (isinstance(a, tuple) and isinstance(b, tuple) and len(left) == len(right))
+    if not same_tree:  # a named and a plain tuple of the same arrays may still be equal
+        return False
+    return all(compare(x, y).equal for x, y in zip(left, right, strict=True))
 
 
 def largest_difference(a: Any, b: Any) -> float:

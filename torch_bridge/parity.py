@@ -121,6 +121,8 @@ class Row:
     """None for a bitwise comparison."""
     worst: float = 0.0
     """Largest `max|a - b| / max|b|` seen, bounded comparisons only."""
+    repeats: bool = False
+    """A second run of the same backend instead of another one."""
     failures: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -187,7 +189,7 @@ def run_parity(
     for op, bounded in track(work, "comparing", transient=True, disable=not progress):
         rows: dict[tuple[str, str], Row] = {}
         kernels: dict[str, Row] = {}
-        again = Row(op, ("xla", "xla twice"))
+        again = Row(op, ("xla", "xla twice"), repeats=True)
         for index in range(cases):
             case = draw_case(op, index, seed, bounded=bounded, shapes=shapes)
             reference = run(case, "xla", device)
@@ -240,7 +242,11 @@ def print_report(console: Console, exact_rows: Sequence[Row], bounded_rows: Sequ
     for row in [*exact_rows, *bounded_rows]:
         for failure in row.failures[:5]:
             console.print(f"MISMATCH {row.op} ({' / '.join(row.backends)}): {failure}", style="red", markup=False)
-    passed, total = sum(row.passed for row in exact_rows), sum(row.cases for row in exact_rows)
+    repeats = [row for row in exact_rows if row.repeats]
+    across = [row for row in exact_rows if not row.repeats]
+    same, runs = sum(row.passed for row in repeats), sum(row.cases for row in repeats)
+    console.print(f"repeated: {same}/{runs} cases gave the same bits in a second run")
+    passed, total = sum(row.passed for row in across), sum(row.cases for row in across)
     if bounded_rows:
         within, of = sum(row.passed for row in bounded_rows), sum(row.cases for row in bounded_rows)
         console.print(f"bounded: {within}/{of} cases within their bound")
@@ -255,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m torch_bridge.parity", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where both frameworks run (default cpu)")
     parser.add_argument("--ops", help=f"comma-separated, of: {', '.join(OP_NAMES)} (default all)")
-    parser.add_argument("--cases", type=int, default=32, help="random cases per op (default 32)")
+    parser.add_argument("--cases", type=int, default=64, help="random cases per op (default 64: every family on every shape)")
     parser.add_argument("--backends", help=f"comma-separated, of: {', '.join(BACKENDS[1:])} (default: those that run here)")
     parser.add_argument("--shapes", choices=("test", "k3"), default="test", help="k3: one rank of Kimi K3, for a GPU")
     parser.add_argument("--seed", type=int, default=0)
@@ -274,6 +280,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         reason = available_backends(args.device)[backend]
         if reason is not None:
             parser.error(f"--backends: {backend} is not available on {args.device}: {reason}")
+    if args.seed < 0:
+        parser.error(f"--seed is {args.seed}, expected 0 or more")
+    if args.json:
+        try:
+            args.json.write_text("", encoding="utf-8")
+        except OSError as error:
+            parser.error(f"--json: {args.json} cannot be written: {error}")
     if args.cases < 1:
         parser.error(f"--cases is {args.cases}, expected at least 1")
     platforms = {"cpu": "cpu", "gpu": "cuda"}

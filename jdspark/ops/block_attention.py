@@ -14,6 +14,7 @@ def gather_context(pool: jax.Array, page_tables: jax.Array, layer: int, layout: 
     Returns:
         latents `[B, max_blocks*P, D]` and, per position, whether its page exists `[B, max_blocks*P]`.
     """
+    pool = jnp.asarray(pool)
     num_pages = pool.shape[1] if layout == "layer_major" else pool.shape[0]
     exists = (page_tables >= 0) & (page_tables < num_pages)
     pages = jnp.where(exists, page_tables, 0)

@@ -10,6 +10,7 @@ Array = Any
 Layout = Literal["layer_major", "page_major"]
 """Axis order of the latent pool: `[L, pages, P, D]` or `[pages, L, P, D]`."""
 
+INT32_MAX = 2**31 - 1
 FLOATS = ("float32", "bfloat16", "float16")
 INTEGERS = ("integer",)
 """int32; torch tensors may also be int64."""
@@ -39,11 +40,11 @@ def expect(op: str, name: str, array: Any, dims: dict[str, int | None], dtypes: 
 
 
 def expect_number(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless the static integer `value` lies in `[low, high]` (no upper bound for None)."""
+    """Raise ValueError unless the static integer `value` lies in `[low, high]`; without `high` it must fit into int32."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{op}: {name} is {value!r}, expected a Python integer (it is static)")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    if value < low or value > (INT32_MAX if high is None else high):
+        bound = f"at least {low} (and an int32)" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{op}: {name} is {value}, expected {bound}")
 
 

@@ -7,12 +7,18 @@ import jax.numpy as jnp
 
 from .checks import Layout
 
+PAIRWISE = 1024
+"""Up to this many entries are compared with one another, more of them through a table of the pool's places."""
 
-def overwritten(destinations: jax.Array) -> jax.Array:
-    """`[N]` bool: entry i is true if a later entry has the same destination. Quadratic; N is a step's or chunk's rows."""
-    order = jnp.arange(destinations.shape[0])
-    same = destinations[:, None] == destinations[None, :]
-    return jnp.any(same & (order[:, None] < order[None, :]), axis=1)
+
+def overwritten(destinations: jax.Array, num_places: int) -> jax.Array:
+    """`[N]` bool: entry i is true if a later entry has the same destination in `[0, num_places)`."""
+    order = jnp.arange(destinations.shape[0], dtype=jnp.int32)
+    if destinations.shape[0] <= PAIRWISE:
+        same = destinations[:, None] == destinations[None, :]
+        return jnp.any(same & (order[:, None] < order[None, :]), axis=1)
+    last = jnp.full(num_places, -1, jnp.int32).at[destinations].max(order, mode="drop")
+    return last.at[destinations].get(mode="fill", fill_value=-1) > order
 
 
 def write_latents(
@@ -27,7 +33,8 @@ def write_latents(
     num_pages = pool.shape[1] if layout == "layer_major" else pool.shape[0]
     page_size = pool.shape[2]
     outside = (pages < 0) | (pages >= num_pages)
-    dropped = outside | overwritten(jnp.where(outside, -1, pages * page_size + offsets))
+    places = jnp.where(outside, num_pages * page_size, pages * page_size + offsets)  # past the end: compared with nothing
+    dropped = outside | overwritten(places, num_pages * page_size)
     # Dropped rows get distinct pages past the end: out of bounds for the scatter, and the indices stay unique.
     pages = jnp.where(dropped, num_pages + jnp.arange(pages.shape[0], dtype=pages.dtype), pages)
     if layout == "layer_major":

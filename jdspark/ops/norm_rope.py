@@ -27,7 +27,7 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def at_positions(table: jax.Array, positions: jax.Array) -> jax.Array:
     """Rows of a rope table; positions outside it are clipped (they belong to padding or to corrupted state)."""
-    return table[jnp.clip(positions, 0, table.shape[0] - 1)]
+    return jnp.asarray(table)[jnp.clip(positions, 0, table.shape[0] - 1)]
 
 
 def norm_rope(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+PAIRWISE = 1024
+"""Up to this many entries are compared with one another, more of them through a table of the pool's places."""
+
 
 def write_latents(
     pool: torch.Tensor,
@@ -18,25 +21,32 @@ def write_latents(
     A GPU leaves the order of `index_put_` open, so every entry is replaced by the last one with its destination, and
     one that may not write by any that may: equal values on equal places. Shapes stay fixed, so a CUDA graph can hold it.
     """
+    if pages.shape[0] == 0 or pool.numel() == 0:
+        return
     num_pages = pool.shape[1] if layout == "layer_major" else pool.shape[0]
     page_size = pool.shape[2]
-    layers = slice(None) if layer is None else layer
     by_page = pool.transpose(0, 1) if layout == "layer_major" else pool
 
     valid = (pages >= 0) & (pages < num_pages)
     destination = torch.where(valid, pages * page_size + offsets, -1)
     order = torch.arange(pages.shape[0], device=pool.device)
-    same = destination[:, None] == destination[None, :]
-    last = torch.where(same, order, -1).amax(dim=1)
-    any_valid = torch.where(valid, order, -1).amax()
-    chosen = torch.where(valid, last, last[any_valid.clamp(min=0)])
-    pages = torch.where(any_valid >= 0, pages[chosen], 0)
-    offsets = torch.where(any_valid >= 0, offsets[chosen], 0)
+    last = last_writers(destination, num_pages * page_size)
+    # one index per step, kept as a tensor of one element: a 0-d tensor would be read back to the host to index with
+    anyone = torch.where(valid, order, -1).amax(dim=0, keepdim=True)
+    someone_writes = anyone >= 0
+    chosen = torch.where(valid, last, last[anyone.clamp(min=0)])
+    pages = torch.where(someone_writes, pages[chosen], 0)
+    offsets = torch.where(someone_writes, offsets[chosen], 0)
 
-    values = latents[chosen]
-    nothing_to_write = by_page[pages[0], layers, offsets[0]]
-    values = torch.where(any_valid >= 0, values, nothing_to_write)
-    if layer is None:
-        by_page.transpose(1, 2)[pages, offsets] = values
-    else:
-        by_page[pages, layer, offsets] = values
+    places = by_page.transpose(1, 2) if layer is None else by_page[:, layer]
+    unchanged = places[pages[:1], offsets[:1]]
+    places[pages, offsets] = torch.where(someone_writes.reshape(-1, *[1] * (latents.dim() - 1)), latents[chosen], unchanged)
+
+
+def last_writers(destinations: torch.Tensor, num_places: int) -> torch.Tensor:
+    """`[N]`: for each entry the last entry with the same destination (itself, if it is that); -1 counts as a place."""
+    order = torch.arange(destinations.shape[0], device=destinations.device)
+    if destinations.shape[0] <= PAIRWISE:
+        return torch.where(destinations[:, None] == destinations[None, :], order, -1).amax(dim=1)
+    table = destinations.new_full((num_places + 1,), -1)  # row 0 is destination -1
+    return table.scatter_reduce_(0, destinations + 1, order, "amax")[destinations + 1]

@@ -4,28 +4,27 @@ The names below are the torch launchers. JAX launches the same kernels through `
 for it: nothing here imports torch before a torch launcher runs.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from jdspark.ops import BlockPlacement, PreparedStep, Prologue
 
 from .accept_strict import accept_strict
 from .advance_ctx_len import advance_ctx_len
 from .block_placement import block_placement
-from .context_latents import context_latents, norm_rope
+from .context_latents import context_latents
 from .gen_prologue import gen_prologue
 from .markov_chain import markov_chain
 from .next_tokens import next_tokens
 from .noise_block import noise_block
+from .norm_rope import norm_rope
+from .prepare_step import prepare_step
 from .refresh_block_tables import refresh_block_tables
 from .scatter_context import scatter_context
 from .store_gen_context import store_gen_context
+from .store_prepared import store_prepared
 from .write_block_latents import write_block_latents
-
-if TYPE_CHECKING:
-    from ..eager import BlockPlacement, Prologue
 
 __all__ = [
     "BlockPlacement",
+    "PreparedStep",
     "Prologue",
     "accept_strict",
     "advance_ctx_len",
@@ -36,16 +35,10 @@ __all__ = [
     "next_tokens",
     "noise_block",
     "norm_rope",
+    "prepare_step",
     "refresh_block_tables",
     "scatter_context",
     "store_gen_context",
+    "store_prepared",
     "write_block_latents",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("BlockPlacement", "Prologue"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .. import eager
-
-    return getattr(eager, name)

@@ -149,7 +149,7 @@ def accept_strict(
     uniforms = counter = partial
     if match.constexprs["DRAWS"]:
         uniforms = _uniforms_on(logits.device)
-        counter = torch.as_tensor(force_counter, device=logits.device).reshape(1)
+        counter = torch.as_tensor(force_counter, dtype=torch.int32, device=logits.device).reshape(1)
     launch_in_torch(partial_argmax_kernel, [logits, partial], search)
     launch_in_torch(match_drafts_kernel, [partial, draft_tokens, uniforms, counter, accepted_tokens, num_accepted], match)
     return accepted_tokens, num_accepted

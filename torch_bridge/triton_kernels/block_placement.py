@@ -15,8 +15,6 @@ from .safety import clip, floor_remainder
 if TYPE_CHECKING:
     import torch
 
-    from .. import eager
-
 
 @triton.jit
 def block_placement_kernel(  # type: ignore[no-untyped-def]
@@ -74,11 +72,9 @@ def block_placement(
     page_size: int,
     first_row: int = 0,
     block_counts: torch.Tensor | None = None,
-) -> eager.BlockPlacement:
+) -> BlockPlacement:
     """Pages and offsets of the block's positions, int32, one launch; see `jdspark.ops.block_placement`."""
     import torch
-
-    from .. import eager
 
     contracts.block_placement(advertised, block_tables, block_size, page_size, first_row, block_counts)
 
@@ -94,7 +90,7 @@ def block_placement(
     arrays = [advertised.contiguous(), block_tables, counts, pages, offsets, seq_lens, upper]
     launch_in_torch(block_placement_kernel, arrays, launch)
     page_tables = block_tables[first_row : first_row + num_gen].to(torch.int32)
-    return eager.BlockPlacement(pages, offsets, upper, page_tables, seq_lens)
+    return BlockPlacement(pages, offsets, upper, page_tables, seq_lens)
 
 
 def block_placement_in_jax(

@@ -15,8 +15,6 @@ from .safety import clip, safe_slots
 if TYPE_CHECKING:
     import torch
 
-    from .. import eager
-
 
 @triton.jit
 def gen_prologue_kernel(  # type: ignore[no-untyped-def]
@@ -73,15 +71,13 @@ def gen_prologue(
     block_size: int,
     max_ctx: int,
     mask_token_id: int,
-) -> eager.Prologue:
+) -> Prologue:
     """Bonus token, positions and embedding ids of the gen rows, int32, one launch; see `jdspark.ops.gen_prologue`."""
     import torch
 
-    from .. import eager
-
     contracts.gen_prologue(accepted_tokens, num_accepted, ctx_len, slots, block_size, max_ctx, mask_token_id)
     num_gen, width = accepted_tokens.shape
-    outputs = eager.Prologue(
+    outputs = Prologue(
         bonus=accepted_tokens.new_empty(num_gen, dtype=torch.int32),
         query_positions=accepted_tokens.new_empty((num_gen, block_size), dtype=torch.int32),
         context_positions=accepted_tokens.new_empty((num_gen, width), dtype=torch.int32),

@@ -29,6 +29,15 @@ def places(pages, offsets, NUM_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr):  #
 
 
 @triton.jit
+def listed_places(  # type: ignore[no-untyped-def]
+    token, num_tokens, pages, offsets, NUM_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr
+):
+    """The places of these tokens, given as pages `[N]` and offsets `[N]`; -1 for one that writes nothing."""
+    page = tl.load(pages + token, mask=token < num_tokens, other=-1)
+    return places(page, tl.load(offsets + token, mask=token < num_tokens, other=0), NUM_PAGES, PAGE_SIZE)
+
+
+@triton.jit
 def overwrites(places, tokens, later_places, later_tokens):  # type: ignore[no-untyped-def]
     """For each token 1 if one of the later tokens has its place, else 0."""
     same = (places[:, None] == later_places[None, :]) & (tokens[:, None] < later_tokens[None, :])
@@ -81,5 +90,8 @@ def num_layers(pool: Any, layout: str) -> int:
 
 
 def tokens_per_program(num_tokens: int) -> int:
-    """A step's few tokens get a program each; a prompt's share one, so that the search for later writes is shared too."""
-    return 1 if num_tokens <= 512 else 16
+    """A step's few tokens get a program each; a prompt's share one, so that the search for later writes is shared too.
+
+    So do any on the CPU interpreter, which runs one program after the other.
+    """
+    return 16 if num_tokens > 512 or triton.knobs.runtime.interpret else 1

@@ -57,12 +57,12 @@ def markov_slot_kernel(  # type: ignore[no-untyped-def]
 
     tl.debug_barrier()
     if tl.atomic_add(arrivals + b, 1, sem="acq_rel") == PARTS - 1:
-        other = tl.arange(0, PART_LANES)
-        found = partial + (b * PARTS + other) * 2
+        parts = tl.arange(0, PART_LANES)
+        part_found = partial + (b * PARTS + parts) * 2
         # past L1, which may hold what this processor saw before the other programs wrote
-        order = tl.load(found, mask=other < PARTS, other=-0x80000000, cache_modifier=".cg")
-        index = tl.load(found + 1, mask=other < PARTS, other=0x7FFFFFFF, cache_modifier=".cg")
-        token = index_of_key(tl.max(as_key(order, index)))
+        part_order = tl.load(part_found, mask=parts < PARTS, other=-0x80000000, cache_modifier=".cg")
+        part_index = tl.load(part_found + 1, mask=parts < PARTS, other=0x7FFFFFFF, cache_modifier=".cg")
+        token = index_of_key(tl.max(as_key(part_order, part_index)))
         tl.store(tokens + b * K + SLOT, token)
         tl.store(arrivals + b, 0)
         r = tl.arange(0, RANK_LANES)

@@ -10,13 +10,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jdspark.ops import BlockPlacement, contracts
 from jdspark.ops.checks import Layout
 
-from .latent_pool import as_bits, num_layers, overwrites, places, pool_constexprs, pool_rows
+from .latent_pool import as_bits, listed_places, num_layers, overwrites, pool_constexprs, pool_rows, tokens_per_program
 from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
 
 if TYPE_CHECKING:
     import torch
-
-    from .. import eager
 
 
 @triton.jit
@@ -30,19 +28,16 @@ def write_block_latents_kernel(  # type: ignore[no-untyped-def]
     REQUEST_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr,
     NUM_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, POOL_STRIDE: tl.constexpr,
-    LATER: tl.constexpr,
+    TOKENS: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, layer): one latent of the block, unless a later token overwrites it."""
-    first = tl.program_id(0)
+    """Program (group, layer): TOKENS latents of the block, without those that a later token overwrites."""
     layer = tl.program_id(1)
-    token = first + tl.arange(0, 1)
-    place = places(tl.load(pages + token), tl.load(offsets + token), NUM_PAGES, PAGE_SIZE)
-    lost = tl.zeros([1], tl.int32)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    place = listed_places(token, NUM_TOKENS, pages, offsets, NUM_PAGES, PAGE_SIZE)
+    lost = tl.zeros([TOKENS], tl.int32)
     for start in range(0, NUM_TOKENS, LATER):
         later = start + tl.arange(0, LATER)
-        inside = later < NUM_TOKENS
-        page = tl.load(pages + later, mask=inside, other=-1)
-        later_place = places(page, tl.load(offsets + later, mask=inside, other=0), NUM_PAGES, PAGE_SIZE)
+        later_place = listed_places(later, NUM_TOKENS, pages, offsets, NUM_PAGES, PAGE_SIZE)
         lost = tl.maximum(lost, overwrites(place, token, later_place, later))
 
     d = tl.arange(0, BLOCK_WIDTH)
@@ -56,6 +51,7 @@ def write_block_latents_kernel(  # type: ignore[no-untyped-def]
 
 def _launch(pool: Any, block_latents: Any, num_gen: int, block_size: int, layout: Layout, layer: int | None) -> Launch:
     num_tokens = num_gen * block_size
+    tokens = tokens_per_program(num_tokens)
     layer_stride, *token_strides = (0, *strides(block_latents))[-4:]
     constexprs = {
         "NUM_TOKENS": num_tokens,
@@ -66,15 +62,16 @@ def _launch(pool: Any, block_latents: Any, num_gen: int, block_size: int, layout
         "TOKEN_STRIDE": token_strides[1],
         "LATENT_STRIDE": token_strides[2],
         **pool_constexprs(pool, layout),
+        "TOKENS": tokens,
         "LATER": power_of_2(num_tokens, at_most=256),
     }
-    return Launch((num_tokens, num_layers(pool, layout) if layer is None else 1), constexprs)
+    return Launch((triton.cdiv(num_tokens, tokens), num_layers(pool, layout) if layer is None else 1), constexprs)
 
 
 def write_block_latents(
     pool: torch.Tensor,
     block_latents: torch.Tensor,
-    placement: eager.BlockPlacement,
+    placement: BlockPlacement,
     *,
     layout: Layout = "layer_major",
     layer: int | None = None,
