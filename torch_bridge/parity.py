@@ -297,6 +297,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         parser.error(f"--device {args.device}: JAX has no such device: {error}")
 
+    # XLA's fp32 products on a GPU are TF32 unless told otherwise, torch's are not
+    jax.config.update("jax_default_matmul_precision", "highest")
     console = report_console()
     with jax.default_device(jax_device):
         exact_rows, bounded_rows = run_parity(
