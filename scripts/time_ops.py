@@ -38,8 +38,14 @@ def marker(x: jax.Array) -> jax.Array:
 def draw(op: str, shape: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """An op's operands on the device, drawn for the plain family."""
     rng = np.random.default_rng(seed)
+    if op == "write_block_latents":
+        batch = draw_batch(rng, shape, "plain")
+        while True:  # until the case writes all layers
+            operands, static = EXACT_OPS[op](rng, batch)
+            if static["layer"] is None:
+                return jax.tree.map(jnp.asarray, operands), static
     operands, static = (EXACT_OPS.get(op) or BOUNDED_OPS[op])(rng, draw_batch(rng, shape, "plain"))
-    static = static | ({"layer": None} if op == "write_block_latents" else {"advance": True} if op == "prepare_step" else {})
+    static = static | ({"advance": True} if op == "prepare_step" else {})
     return jax.tree.map(jnp.asarray, operands), static
 
 

@@ -37,6 +37,17 @@ def test_torch_waits_for_a_slow_jax_producer():
     assert tensor.is_cuda
 
 
+def test_a_copy_is_complete_before_jax_may_reuse_the_memory():
+    """Copies made while torch's stream is busy; the array is dropped at once, and JAX fills new ones of the same size."""
+    fill = jax.jit(lambda x: jnp.full((1 << 22,), x))
+    for round_number in range(20):
+        torch.cuda._sleep(20_000_000)
+        copy = to_torch(fill(float(round_number)), copy=True)
+        for other in range(3):
+            fill(-1.0 - other).block_until_ready()
+        assert copy.min().item() == copy.max().item() == round_number
+
+
 def test_jax_waits_for_a_slow_torch_producer():
     x = torch.zeros(1 << 20, device="cuda")
     torch.cuda._sleep(400_000_000)

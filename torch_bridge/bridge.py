@@ -27,7 +27,8 @@ def to_torch(jax_array: jax.Array, *, copy: bool = False) -> torch.Tensor:
 
     Without `copy` both share memory. A JAX array is immutable by contract: never write into the tensor. While it lives,
     JAX cannot donate the array (on a GPU the donating call fails, see `donating`; on a CPU JAX copies in silence), so
-    take `copy=True` of anything that a decode step will consume.
+    take `copy=True` of anything that a decode step will consume. On a GPU, keep a shared tensor until torch's kernels that
+    read it are done: JAX reuses the memory once both are dropped, without waiting for torch's stream.
 
     Raises:
         BridgeError: the array was donated or deleted, or is spread over several devices.
@@ -40,7 +41,13 @@ def to_torch(jax_array: jax.Array, *, copy: bool = False) -> torch.Tensor:
         raise BridgeError(f"to_torch: the array lives on {len(jax_array.devices())} devices; gather it onto one first")
     jax_array.block_until_ready()  # the producing stream is done before torch's stream reads
     tensor = torch.from_dlpack(jax_array)
-    return tensor.clone() if copy else tensor
+    if not copy:
+        return tensor
+    copied = tensor.clone()
+    if copied.is_cuda:
+        # JAX may hand the memory to its next kernel as soon as the view is gone, and knows nothing of torch's stream
+        torch.cuda.current_stream(copied.device).synchronize()
+    return copied
 
 
 def to_jax(torch_tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
