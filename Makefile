@@ -1,4 +1,4 @@
-.PHONY: demo test test-long lint
+.PHONY: demo test test-long mutants
 
 demo:  ## set up, then: checkpoint, prompt, decode steps as one jitted function, and the table against torch
 	@scripts/setup.sh
@@ -14,3 +14,7 @@ test:  ## set up, then: lint, types and the default tests
 test-long:  ## the long sweeps
 	@scripts/setup.sh
 	@.venv/bin/python -m pytest -n 2 -m long
+
+mutants:  ## change one place of a kernel at a time; its op's tests must fail (long)
+	@scripts/setup.sh
+	@.venv/bin/python scripts/mutants.py

@@ -48,14 +48,19 @@ def measured_times() -> dict[str, list[dict[str, Any]]]:
 
 
 def fastest(op: str, B: int) -> Path:
-    """The faster of plain XLA and Pallas for an op, from the measurement at the next larger batch size."""
-    rows = sorted(measured_times().get(op, []), key=lambda row: row["B"])
+    """The faster of plain XLA and Pallas for an op, from the measurements at the next larger batch size.
+
+    Pallas only where it was faster at every context length measured there.
+    """
+    rows = measured_times().get(op, [])
     if not rows:
         return Path("xla", "no Pallas kernel was measured")
-    row = next((row for row in rows if row["B"] >= B), rows[-1])
-    if row["pallas"] < row["xla"]:
-        return Path("pallas")
-    return Path("xla", f"Pallas is not faster: {row['pallas']:.1f} us against {row['xla']:.1f} us at B={row['B']}")
+    sizes = sorted({row["B"] for row in rows})
+    size = next((size for size in sizes if size >= B), sizes[-1])
+    for row in rows:
+        if row["B"] == size and row["pallas"] >= row["xla"]:
+            return Path("xla", f"Pallas is not faster: {row['pallas']:.2f} us against {row['xla']:.2f} us at B={size}")
+    return Path("pallas")
 
 
 def unsupported_device(backend: str) -> str | None:

@@ -1,0 +1,181 @@
+"""Mutation run: each mutant is one changed comparison, clamp, index, stride, mask or layer in a kernel; tests must fail.
+
+`python scripts/mutants.py [--only TEXT]` copies the repository for each mutant, changes one place, and runs the mutated op's
+own kernel test there, the short one first and the one over every family if that passes. Prints a line per mutant and the
+survivors last; exit status 1 if there are any. Two at a time it takes well under an hour on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("jdspark", "pallas_kernels", "torch_bridge", "tests", "pyproject.toml")
+SHORT, LONG = "test_kernel_has_the_bits_of_the_definition", "test_kernel_has_the_bits_of_the_definition_in_every_family"
+SECONDS = 600
+
+
+class Mutant(NamedTuple):
+    """One change: the first `old` behind the text `after` in `file` becomes `new`."""
+
+    op: str
+    file: str
+    old: str
+    new: str
+    after: str = ""
+
+    @property
+    def backend(self) -> str:
+        return "pallas" if self.file.startswith("pallas") else "torch triton"
+
+
+def pallas(op: str, old: str, new: str, *, file: str = "", after: str = "") -> Mutant:
+    return Mutant(op, f"pallas_kernels/{file or op}.py", old, new, after)
+
+
+def triton(op: str, old: str, new: str, *, file: str = "", after: str = "@triton.jit") -> Mutant:
+    return Mutant(op, f"torch_bridge/triton_kernels/{file or op}.py", old, new, after)
+
+
+MUTANTS = (
+    # Pallas
+    pallas("refresh_block_tables", "piece.load(row, start) >= 0", "piece.load(row, start) > 0"),
+    pallas("refresh_block_tables", "jnp.maximum(piece.load(row, start), 0)", "piece.load(row, start)"),
+    pallas("refresh_block_tables", "chunk * width, max_blocks - width", "chunk * width, max_blocks"),
+    pallas("refresh_block_tables", "encoded.at[pool_idx, row, 0]", "encoded.at[pool_idx, row, 1]"),
+    pallas("gen_prologue", "slot >= num_slots", "slot > num_slots"),
+    pallas("gen_prologue", "jnp.clip(num_accepted, 1, width)", "jnp.clip(num_accepted, 0, width)"),
+    pallas("gen_prologue", "jnp.minimum(c, max_ctx) + n, max_ctx)", "jnp.minimum(c, max_ctx) + n, max_ctx + n)"),
+    pallas("gen_prologue", "context_positions[b, j] = c + j", "context_positions[b, j] = jnp.minimum(c, max_ctx) + j"),
+    pallas("noise_block", "jnp.clip(bonus[b], 0, vocab_size - 1)", "jnp.clip(bonus[b], 0, vocab_size - 2)"),
+    pallas("noise_block", "jnp.where(j == 0, anchor, mask_token_id)", "jnp.where(j <= 1, anchor, mask_token_id)"),
+    pallas("store_gen_context", "last = count * self.page_size - 1", "last = count * self.page_size"),
+    pallas("store_gen_context", "(other == b) & (j < self.K)", "(other == b) & (j < 0)"),
+    pallas("store_gen_context", "(other > b)", "(other > b + 1)"),
+    pallas("store_gen_context", "writes = (last >= 0) &", "writes ="),
+    pallas("store_gen_context", "accepted=j < jnp.clip(", "accepted=j <= jnp.clip("),
+    pallas("store_gen_context", "(bits & exponents) == exponents", "(bits & exponents) != 0", file="latent_rows"),
+    pallas("store_gen_context", "tuple(range(shape.num_layers))", "tuple(range(max(shape.num_layers - 1, 1)))"),
+    pallas("store_gen_context", "self.block_counts[self.first_row + b]", "self.block_counts[b]"),
+    pallas("advance_ctx_len", "jnp.maximum(piece.load(num_accepted), 1)", "jnp.maximum(piece.load(num_accepted), 0)"),
+    pallas("advance_ctx_len", "slot == num_slots - 1, 0", "slot == num_slots, 0"),
+    pallas("advance_ctx_len", "block_count * page_size - block_size, 0", "block_count * page_size - block_size + 1, 0"),
+    pallas("advance_ctx_len", "block_counts[first_row + b]", "block_counts[b]"),
+    pallas("scatter_context", "(row < num_rows)", "(row <= num_rows)"),
+    pallas("scatter_context", "lambda layer: latents.at[i, layer]", "lambda layer: latents.at[i, 0]"),
+    pallas("block_placement", "(column < owned)", "(column <= owned)"),
+    pallas("block_placement", "seq_lens[b] = length + block_size", "seq_lens[b] = length + block_size - 1"),
+    pallas("write_block_latents", "block_latents.at[written, b, j]", "block_latents.at[written, b, 0]"),
+    pallas("write_block_latents", "writes = inside & ~overwritten", "writes = inside | ~overwritten"),
+    pallas("write_block_latents", "same = piece.positions() + start > index", "same = piece.positions() + start < index",
+           file="latent_rows"),
+    pallas("prepare_step", "lost = count == 0", "lost = count < 0"),
+    pallas("prepare_step", "places[j + 1 :]", "places[j + 2 :]"),
+    pallas("prepare_step", "if advance else c", "if not advance else c"),
+    pallas("prepare_step", "jnp.maximum(encoded_row[column], 0)", "encoded_row[column]"),
+    pallas("store_prepared", "accepted=j < jnp.clip(", "accepted=j < 1 + jnp.clip("),
+    pallas("store_prepared", "(offsets, offset))", "(pages, page))"),
+    pallas("accept_strict", "merged(keys.at[first + j], indices.at[first + j]", "merged(keys.at[first + j], indices.at[first]"),
+    pallas("accept_strict", "matches = jnp.where(drafts[0][b, j] == tokens[j], matches, 0)",
+           "matches = jnp.where(drafts[0][b, j] == tokens[j], 1, 0)"),
+    pallas("accept_strict", "magnitude > 0x7F800000", "magnitude >= 0x7F800000", file="row_argmax"),
+    pallas("accept_strict", "jnp.where(bits < 0, -magnitude, bits)", "bits", file="row_argmax"),
+    pallas("markov_chain", "base.at[b, i]", "base.at[b, 0]"),
+    pallas("markov_chain", "w1.at[jnp.minimum(token, num_tokens - 1)]", "w1.at[jnp.minimum(token + 1, num_tokens - 1)]"),
+    pallas("next_tokens", "accepted[row, n - 1]", "accepted[row, 0]"),
+    pallas("next_tokens", "row < num_contexts, 0, token", "row < 0, 0, token"),
+    # Triton
+    triton("refresh_block_tables", "(encoded >= 0)", "(encoded > 0)"),
+    triton("refresh_block_tables", "mask=inside, other=-1", "mask=inside, other=0"),
+    triton("gen_prologue", "(n - 1) * TOKEN_STRIDE", "n * TOKEN_STRIDE"),
+    triton("gen_prologue", "(slots > DUMMY)", "(slots >= DUMMY + 9)", file="safety"),
+    triton("noise_block", "row % BLOCK_SIZE == 0", "row == 0"),
+    triton("noise_block", "row // BLOCK_SIZE", "row % BLOCK_SIZE"),
+    triton("store_gen_context", "count * PAGE_SIZE - 1", "count * PAGE_SIZE"),
+    triton("store_gen_context", "token % K1 < n", "token % K1 <= n"),
+    triton("store_gen_context", "(lost == 0)", "(lost >= 0)"),
+    triton("store_gen_context", "layer.to(tl.int64) * LATENT_LAYER_STRIDE", "layer.to(tl.int64)"),
+    triton("store_gen_context", "bits & SIGN", "bits & 0", file="latent_pool"),
+    triton("advance_ctx_len", "slot == DUMMY, 0, advanced", "slot < 0, 0, advanced"),
+    triton("advance_ctx_len", "PAGE_SIZE - BLOCK_SIZE", "PAGE_SIZE"),
+    triton("scatter_context", "(place >= 0) & (lost == 0)", "(lost == 0)"),
+    triton("scatter_context", "token.to(tl.int64) * TOKEN_STRIDE", "first.to(tl.int64) * TOKEN_STRIDE"),
+    triton("block_placement", "(column < owned)", "(column <= owned)"),
+    triton("block_placement", "key > query", "key >= query"),
+    triton("write_block_latents", "FIRST_LAYER + layer", "layer"),
+    triton("write_block_latents", "tokens[:, None] < later_tokens[None, :]", "tokens[:, None] > later_tokens[None, :]",
+           file="latent_pool"),
+    triton("prepare_step", "verified & (count > 0)", "verified"),
+    triton("prepare_step", "block_column < count", "block_column <= count"),
+    triton("prepare_step", "b = row - NUM_CONTEXTS", "b = NUM_CONTEXTS + NUM_GEN - 1 - row"),
+    triton("store_prepared", "token % K1 < n", "token // K1 < n"),
+    triton("accept_strict", "draft == token), K, tl.minimum(j, K)", "draft == token), K, tl.minimum(j + 1, K)"),
+    triton("accept_strict", "values != values, 0x7FFFFFFF, order", "values != values, 0, order", file="argmax",
+           after="def value_order"),
+    triton("markov_chain", "SLOT * SLOT_STRIDE", "0 * SLOT_STRIDE"),
+    triton("next_tokens", "(b >= 0) & (j >= 1)", "(j >= 1)"),
+)  # fmt: skip
+
+
+def run_test(folder: Path, name: str, mutant: Mutant) -> bool:
+    """Whether the mutated op's test passes; one that does not end in time fails."""
+    node = f"tests/test_kernels.py::{name}[{mutant.op}-{mutant.backend}]"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", node]
+    try:
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    if result.returncode not in (0, 1) or ("passed" not in result.stdout and "failed" not in result.stdout):
+        raise RuntimeError(f"{node} did not run:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+    return result.returncode == 0
+
+
+def try_mutant(mutant: Mutant) -> tuple[Mutant, str]:
+    """The mutant and what became of it: killed by the short test, by the long one, or survived."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            source = ROOT / part
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, folder / part)
+        file = folder / mutant.file
+        text = file.read_text()
+        start = text.index(mutant.old, text.index(mutant.after))
+        file.write_text(text[:start] + mutant.new + text[start + len(mutant.old) :])
+        if not run_test(folder, SHORT, mutant):
+            return mutant, "killed"
+        return mutant, "survived" if run_test(folder, LONG, mutant) else "killed by the long test"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="mutants whose op or file contains this")
+    parser.add_argument("--workers", type=int, default=2)
+    args = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if args.only in mutant.op or args.only in mutant.file]
+    for mutant in chosen:
+        text = (ROOT / mutant.file).read_text()
+        if mutant.old not in text[text.index(mutant.after) :]:
+            parser.error(f"{mutant.file} has no {mutant.old!r} behind {mutant.after!r}: the list is out of date")
+    started, survivors = time.monotonic(), []
+    with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
+        for mutant, fate in pool.map(try_mutant, chosen):
+            print(f"{fate:24}{mutant.file}: {mutant.old}  ->  {mutant.new}", flush=True)
+            if fate == "survived":
+                survivors.append(mutant)
+    print(f"{len(chosen) - len(survivors)}/{len(chosen)} mutants killed in {time.monotonic() - started:.0f} s")
+    for mutant in survivors:
+        print(f"SURVIVED {mutant.op} ({mutant.backend}): {mutant.old}  ->  {mutant.new}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

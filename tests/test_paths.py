@@ -1,0 +1,103 @@
+"""Which backend each op of a step runs on, and whether it says why."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdspark import StepOptions, init_state, make_decode_step, paths
+from jdspark.paths import FUSED_PROLOGUE_OPS, STEP_OPS, Path, choose_path, fastest, measured_times, step_paths
+from jdspark.presets import TINY
+from torch_bridge import compare
+from torch_bridge.whole_step import ScriptedTarget, compare_steps
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="pins what happens on a CPU")
+
+
+def test_the_measured_table_decides():
+    table = measured_times()
+    assert set(table) <= set(STEP_OPS)
+    for op, rows in table.items():
+        for B in (1, 4, 32):
+            slower = [row for row in rows if row["B"] == B and row["pallas"] >= row["xla"]]
+            assert (fastest(op, B).backend == "xla") == bool(slower), op
+    assert fastest("prepare_step", 1) == Path("pallas")
+    assert fastest("next_tokens", 2).why.startswith("Pallas is not faster: ")
+    assert fastest("noise_block", 1).backend == "xla"
+    assert fastest("noise_block", 2) == fastest("noise_block", 4) == Path("pallas")
+    assert fastest("noise_block", 500) == fastest("noise_block", 32)
+    assert fastest("block_attention", 1) == Path("xla", "no Pallas kernel was measured")
+
+
+def test_auto_is_plain_without_a_gpu_and_follows_the_table_with_one(monkeypatch, params):
+    options = StepOptions(fused_prologue=True)
+    assert {path.backend for path in step_paths(params, options, 4).values()} == {"xla"}
+    assert str(step_paths(params, options, 4)["accept_strict"]) == "xla (no GPU: JAX runs on cpu)"
+    monkeypatch.setattr(paths.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(paths, "unsupported_device", lambda backend: None)
+    chosen = step_paths(params, options, 4)
+    assert {op: path.backend for op, path in chosen.items()} == {op: fastest(op, 4).backend for op in STEP_OPS}
+    off = step_paths(params, StepOptions(), 4)
+    assert {op for op, path in off.items() if path.why == "fused_prologue is off"} == set(FUSED_PROLOGUE_OPS)
+    monkeypatch.setattr(paths, "unsupported_device", lambda backend: "this GPU has 8.0")
+    assert chosen["prepare_step"] == Path("pallas")
+    assert step_paths(params, options, 4)["prepare_step"] == Path("xla", "not pallas: this GPU has 8.0")
+
+
+def test_an_older_gpu_is_named(monkeypatch):
+    class Ampere:
+        compute_capability = "8.0"
+
+    monkeypatch.setattr(paths.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(paths.jax, "devices", lambda: [Ampere()])
+    assert "Mosaic GPU needs compute capability 9.0 (Hopper), this GPU has 8.0" in paths.unsupported_device("pallas")
+
+
+def test_a_mask_row_of_another_dtype_stays_plain():
+    options = StepOptions(backend="pallas", fused_prologue=True)
+    same = choose_path("noise_block", options, B=1, weights_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.bfloat16))
+    other = choose_path("noise_block", options, B=1, weights_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.float32))
+    assert same == Path("pallas")
+    assert other == Path("xla", "not pallas: the trained mask row is float32, the embedding bfloat16")
+
+
+def test_explain_and_the_log_say_why(params, geometry, caplog):
+    paths._log_once.cache_clear()
+    step = make_decode_step(TINY, geometry, StepOptions(backend="xla", fused_prologue=True))
+    target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
+    inputs = target.step_inputs(np.zeros((1, 7), np.int32), [0])
+    with caplog.at_level(logging.WARNING, "jdspark"):
+        for _ in range(2):
+            step(params, init_state(TINY, geometry, dtype=jnp.float32), inputs)
+    assert caplog.text.count("fused_prologue is on, but prepare_step runs on the plain path: backend is 'xla'") == 1
+    explained = make_decode_step(TINY, geometry, StepOptions(backend="pallas", fused_prologue=True)).explain(params, 1)
+    assert list(explained) == list(STEP_OPS)
+    assert explained["prepare_step"] == "pallas"
+    assert explained["block_attention"] == "xla (not pallas: it has no pallas kernel)"
+
+
+@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
+def test_fused_kernels_in_the_whole_step(params, geometry, layout):
+    """Pallas (interpreted) on JAX's side, Triton (interpreted) on torch's: every bit of the carried steps."""
+    options = StepOptions(backend="pallas", fused_prologue=True)
+    report = compare_steps(
+        TINY, params, dataclasses.replace(geometry, layout=layout), num_steps=3, prompt_lens=(9, 5), options=options
+    )
+    assert report.agreed, {row.op: row.failures[:1] for row in [*report.exact_rows, *report.bounded_rows] if row.failures}
+
+
+def test_fused_and_plain_give_the_same_bits(params, geometry):
+    target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
+    target.grow(0, 30)
+    inputs = target.step_inputs(np.zeros((2, 7), np.int32), [0, geometry.dummy_slot])
+    results = []
+    for fused in (False, True):
+        state = init_state(TINY, geometry, dtype=jnp.float32)
+        state = dataclasses.replace(state, pool=state.pool + 0.5, ctx_len=jnp.array([9, 0, 0, 0, 0], jnp.int32))
+        options = StepOptions(backend="pallas", fused_prologue=fused, return_draft_logits=True)
+        results.append(make_decode_step(TINY, geometry, options)(params, state, inputs))
+    for ours, theirs in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        assert compare(ours, theirs)
