@@ -123,7 +123,7 @@ def _read_json(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist: a checkpoint is a folder with config.json and *.safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object")
@@ -197,6 +197,11 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointContents:
         if stored.dtype not in ("BF16", "F16", "F32"):
             wrong.append(f"tensor {stored.stored_name} has dtype {stored.dtype}, expected BF16, F16 or F32")
         tensors[name] = stored
+    if config.mask_token_id >= config.vocab_size and "mask_token_embedding" not in tensors:
+        raise ConfigError(
+            f"mask_token_id is {config.mask_token_id}, outside the vocabulary of {config.vocab_size}, and the checkpoint ships"
+            " no mask_token_embedding"
+        )
     missing = tuple(name for name in required if name not in tensors)
     absent_markov = [name for name in missing if name.startswith("markov_w")]
     if len(absent_markov) == 2:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from .ops.backends import Backend, why_unavailable
-from .ops.checks import Layout, expect_number
+from .ops.checks import INT32_MAX, Layout, expect_number
 
 logger = logging.getLogger("jdspark")
 
@@ -111,10 +111,6 @@ class DrafterConfig:
 
 
 HEAD_SECTIONS = ("dspark_config", "dflash_config")
-HEAD_SWITCHES = (
-    "shift_label", "markov_rank", "markov_head_type", "mask_token_id", "target_layer_ids", "block_size",
-    "enable_confidence_head", "confidence_head_with_markov",
-)  # fmt: skip
 REFUSED_SWITCHES = {
     "causal": "the block is not causal: every slot attends to the whole block",
     "mla_use_output_gate": "output gates are not implemented",
@@ -122,87 +118,132 @@ REFUSED_SWITCHES = {
 }
 
 
-def _head_switch(fields: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """A head switch from `dspark_config`, `dflash_config` or the top level. Raises ConfigError if two disagree."""
-    places = [(section, fields[section]) for section in HEAD_SECTIONS if isinstance(fields.get(section), Mapping)]
-    found = [(where, section[name]) for where, section in [*places, ("the top level", fields)] if section.get(name) is not None]
-    for where, value in found[1:]:
-        if value != found[0][1]:
-            raise ConfigError(f"{name} is {found[0][1]!r} in {found[0][0]} and {value!r} in {where}: which one is meant?")
-    return found[0][1] if found else default
+class _Fields:
+    """Typed reading of a parsed `config.json`: every error names the field."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"the config is a {type(fields).__name__}, expected an object")
+        self.places: list[tuple[str, Mapping[str, Any]]] = []
+        for section in HEAD_SECTIONS:
+            inner = fields.get(section)
+            if inner is not None and not isinstance(inner, Mapping):
+                raise ConfigError(f"{section} is {inner!r}, expected an object")
+            if inner is not None:
+                self.places.append((section, inner))
+        self.places.append(("the top level", fields))
+        self.top = fields
+
+    def head(self, name: str) -> Any:
+        """A head switch from `dspark_config`, `dflash_config` or the top level; None if it is missing or null."""
+        found = [(where, place[name]) for where, place in self.places if place.get(name) is not None]
+        for where, value in found[1:]:
+            if value != found[0][1]:
+                raise ConfigError(f"{name} is {found[0][1]!r} in {found[0][0]} and {value!r} in {where}: which one is meant?")
+        return found[0][1] if found else None
+
+    def top_level(self, name: str) -> Any:
+        """A top-level field; missing and null are the same."""
+        return self.top.get(name)
 
 
-def _parse_yarn(fields: Mapping[str, Any]) -> YarnConfig:
-    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    rope = fields.get(name)
+def _integer(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {_shown(value)}, expected an integer in [{low}, {high}]")
+    return value
+
+
+def _number(name: str, value: Any, *, above: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not value > above:
+        raise ConfigError(f"{name} is {_shown(value)}, expected a finite number above {above:g}")
+    return float(value)
+
+
+def _switch(name: str, value: Any, default: bool) -> bool:
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {_shown(value)}, expected true or false")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "missing (or null)" if value is None else repr(value)[:80]
+
+
+def _parse_yarn(fields: _Fields) -> YarnConfig:
+    name = "rope_parameters" if fields.top_level("rope_parameters") is not None else "rope_scaling"
+    rope = fields.top_level(name)
     if not isinstance(rope, Mapping):
-        raise ConfigError("rope_parameters (or rope_scaling) is missing: only YaRN rope is supported")
-    rope_type = rope.get("rope_type", rope.get("type"))
-    if rope_type != "yarn":
-        raise ConfigError(f"{name}.rope_type is {rope_type!r}, only 'yarn' is supported")
-    theta = rope.get("rope_theta", fields.get("rope_theta"))
-    if theta is None:
-        raise ConfigError("rope_theta is missing, both at the top level and in " + name)
-    for required in ("factor", "original_max_position_embeddings"):
-        if rope.get(required) is None:
-            raise ConfigError(f"{name}.{required} is missing")
+        raise ConfigError(f"{name} is {_shown(rope)}: rope_parameters (or rope_scaling) must be there, only YaRN is supported")
+    kinds = {rope[key] for key in ("rope_type", "type") if isinstance(rope.get(key), str)}
+    if kinds != {"yarn"}:
+        raise ConfigError(f"{name}.rope_type is {', '.join(map(repr, sorted(kinds))) or 'missing'}, only 'yarn' is supported")
     for refused in ("attention_factor", "truncate"):
-        if rope.get(refused) is not None and rope[refused] is not True:
-            raise ConfigError(
-                f"{name}.{refused} is {rope[refused]!r}: not supported, the tables follow mscale / mscale_all_dim"
-            )
-    optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    yarn = YarnConfig(
-        rope_theta=float(theta),
-        factor=float(rope["factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-        **{key: float(rope[key]) for key in optional if rope.get(key) is not None},
+        if rope.get(refused) not in (None, True):
+            raise ConfigError(f"{name}.{refused} is {rope[refused]!r}: not supported, the tables follow mscale(_all_dim)")
+    theta, outer_theta = rope.get("rope_theta"), fields.top_level("rope_theta")
+    if theta is not None and outer_theta is not None and theta != outer_theta:
+        raise ConfigError(f"rope_theta is {theta!r} in {name} and {outer_theta!r} at the top level: which one is meant?")
+    optional = {"beta_fast": 0.0, "beta_slow": 0.0, "mscale": -1.0, "mscale_all_dim": -1.0}
+    factor = _number(f"{name}.factor", rope.get("factor"), above=0)
+    if factor < 1:
+        raise ConfigError(f"{name}.factor is {factor}, expected at least 1")
+    original = f"{name}.original_max_position_embeddings"
+    return YarnConfig(
+        rope_theta=_number("rope_theta", outer_theta if theta is None else theta, above=1),
+        factor=factor,
+        original_max_position_embeddings=_integer(original, rope.get("original_max_position_embeddings"), 1),
+        **{key: _number(f"{name}.{key}", rope[key], above=low) for key, low in optional.items() if rope.get(key) is not None},
     )
-    if yarn.factor < 1:
-        raise ConfigError(f"{name}.factor is {yarn.factor}, expected at least 1")
-    return yarn
 
 
-def _parse_config(fields: Mapping[str, Any]) -> DrafterConfig:
-    def size(name: str, low: int = 1) -> int:
-        value = fields.get(name)
-        if value is None:
-            raise ConfigError(f"{name} is missing (or null)")
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name} is {value!r}, expected an integer of at least {low}")
-        return value
+def _parse_config(config_json: Mapping[str, Any]) -> DrafterConfig:
+    fields = _Fields(config_json)
+
+    def size(name: str, low: int = 1, high: int = INT32_MAX) -> int:
+        return _integer(name, fields.top_level(name), low, high)
 
     for name, why in REFUSED_SWITCHES.items():
-        for where in ({}, *(fields.get(section) or {} for section in HEAD_SECTIONS), fields):
-            if where.get(name):
-                raise ConfigError(f"{name} is true: {why}")
+        if any(_switch(name, place.get(name), False) for _, place in fields.places):
+            raise ConfigError(f"{name} is true: {why}")
+    hidden_act = fields.top_level("hidden_act")
+    if hidden_act not in (None, "silu"):
+        raise ConfigError(f"hidden_act is {hidden_act!r}, only 'silu' is supported")
 
-    layer_ids = tuple(_head_switch(fields, "target_layer_ids", ()))
-    num_target_layers = fields.get("num_target_layers", len(layer_ids) or None)
-    if num_target_layers is None:
-        raise ConfigError("num_target_layers and target_layer_ids are missing: how many target layers are captured?")
+    layer_ids = fields.head("target_layer_ids")
+    if layer_ids is not None and not isinstance(layer_ids, list | tuple):
+        raise ConfigError(f"target_layer_ids is {_shown(layer_ids)}, expected a list of layer numbers")
+    layer_ids = tuple(_integer("target_layer_ids", layer, 0) for layer in layer_ids or ())
+    num_target_layers = fields.top_level("num_target_layers")
+    if num_target_layers is None and layer_ids:
+        num_target_layers = len(layer_ids)
+    num_target_layers = _integer("num_target_layers", num_target_layers, 1)
     if layer_ids and len(layer_ids) != num_target_layers:
         raise ConfigError(f"target_layer_ids names {len(layer_ids)} layers, but num_target_layers is {num_target_layers}")
-    mask_token_id = _head_switch(fields, "mask_token_id")
-    if mask_token_id is None:
-        raise ConfigError("mask_token_id is missing, at the top level and in dspark_config / dflash_config")
-    markov_rank = int(_head_switch(fields, "markov_rank", 0))
-    markov_head_type = _head_switch(fields, "markov_head_type", "vanilla")
-    if markov_rank and markov_head_type != "vanilla":
-        raise ConfigError(f"markov_head_type is {markov_head_type!r}, only 'vanilla' is supported")
-    if markov_rank < 0:
-        raise ConfigError(f"markov_rank is {markov_rank}, expected 0 (no Markov head) or more")
-    block_size = _head_switch(fields, "block_size")
-    shift_label = bool(_head_switch(fields, "shift_label", True))
-    if block_size is not None and (not isinstance(block_size, int) or block_size < (1 if shift_label else 2)):
-        raise ConfigError(f"block_size is {block_size!r}, too small for a single draft")
+
+    vocab_size = size("vocab_size")
+    shift_label = _switch("shift_label", fields.head("shift_label"), True)
+    block_size = fields.head("block_size")
+    if block_size is not None:
+        block_size = _integer("block_size", block_size, 1 if shift_label else 2)
+    markov_rank = fields.head("markov_rank")
+    markov_rank = 0 if markov_rank is None else _integer("markov_rank", markov_rank, 0)
+    markov_head_type = fields.head("markov_head_type") or "vanilla"
+    if markov_head_type != "vanilla":
+        raise ConfigError(f"markov_head_type is {_shown(markov_head_type)}, only 'vanilla' is supported")
+    confidence = _switch("enable_confidence_head", fields.head("enable_confidence_head"), False)
+    confidence_with_markov = _switch("confidence_head_with_markov", fields.head("confidence_head_with_markov"), False)
+    if confidence and confidence_with_markov and not markov_rank:
+        raise ConfigError("confidence_head_with_markov is true, but markov_rank is 0: there is no Markov embedding")
     rope_dim = size("qk_rope_head_dim", 2)
     if rope_dim % 2:
         raise ConfigError(f"qk_rope_head_dim is {rope_dim}, expected an even number (rope rotates pairs)")
+    eps, target_hidden = fields.top_level("rms_norm_eps"), fields.top_level("target_hidden_size")
     return DrafterConfig(
-        num_hidden_layers=size("num_hidden_layers"),
+        num_hidden_layers=size("num_hidden_layers", high=1000),
         hidden_size=size("hidden_size"),
-        vocab_size=size("vocab_size"),
+        vocab_size=vocab_size,
         num_attention_heads=size("num_attention_heads"),
         q_lora_rank=size("q_lora_rank"),
         kv_lora_rank=size("kv_lora_rank"),
@@ -210,20 +251,20 @@ def _parse_config(fields: Mapping[str, Any]) -> DrafterConfig:
         qk_rope_head_dim=rope_dim,
         v_head_dim=size("v_head_dim"),
         intermediate_size=size("intermediate_size"),
-        rms_norm_eps=float(fields["rms_norm_eps"]) if fields.get("rms_norm_eps") is not None else 1e-5,
+        rms_norm_eps=1e-5 if eps is None else _number("rms_norm_eps", eps, above=0),
         num_target_layers=num_target_layers,
-        target_hidden_size=fields.get("target_hidden_size") or size("hidden_size"),
+        target_hidden_size=size("hidden_size") if target_hidden is None else _integer("target_hidden_size", target_hidden, 1),
         max_position_embeddings=size("max_position_embeddings"),
-        mask_token_id=int(mask_token_id),
+        mask_token_id=_integer("mask_token_id", fields.head("mask_token_id"), 0),
         rope=_parse_yarn(fields),
         target_layer_ids=layer_ids,
         shift_label=shift_label,
         block_size=block_size,
         markov_rank=markov_rank,
         markov_head_type=markov_head_type,
-        enable_confidence_head=bool(_head_switch(fields, "enable_confidence_head", False)),
-        confidence_head_with_markov=bool(_head_switch(fields, "confidence_head_with_markov", False)),
-        model_type=fields.get("model_type", "k3_dspark"),
+        enable_confidence_head=confidence,
+        confidence_head_with_markov=confidence_with_markov,
+        model_type=str(fields.top_level("model_type") or "k3_dspark"),
     )
 
 

@@ -25,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--cases", type=int, default=84, help="per op")
+    parser.add_argument("--backends", help="of the parity runs, but for norm_rope's (default: all)")
     parser.add_argument("--limit", type=float, default=280, help="seconds for the parity runs and the tests")
     parser.add_argument("--skip", default="", help="comma-separated, of parity, tests, times")
     args = parser.parse_args()
@@ -45,6 +46,7 @@ def main() -> int:
             start(
                 f"parity{number}", "-m", "torch_bridge.parity", "--device", "gpu", "--shapes", "k3", "--ops", names,
                 "--cases", str(args.cases), "--json", str(args.out / f"parity{number}.json"),
+                *(["--backends", args.backends] if args.backends and names != "norm_rope" else []),
             )  # fmt: skip
     if "tests" not in skipped:
         start("tests", "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cacheprovider", "-n", "5")

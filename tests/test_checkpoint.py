@@ -70,8 +70,23 @@ def test_published_config():
     assert shapes["fc.weight"] == (7168, 35840)
 
 
+def test_null_is_the_same_as_missing():
+    absent = {"num_target_layers": None, "block_size": None, "shift_label": None, "rms_norm_eps": None}
+    assert DrafterConfig.from_json(PUBLISHED | absent) == K3_DSPARK
+    headless = {"markov_rank": None, "markov_head_type": None, "enable_confidence_head": None}
+    assert DrafterConfig.from_json(PUBLISHED | headless).markov_rank == 0
+
+
+def test_mask_token_outside_the_vocabulary_needs_a_trained_row(folder):
+    reconfigure(folder, mask_token_id=64)
+    with pytest.raises(ConfigError, match="mask_token_id is 64, outside the vocabulary of 64"):
+        load_drafter(folder)
+    rewrite(folder, lambda tensors: tensors.update(mask_token_embedding=np.ones(32, np.float32)))
+    assert load_drafter(folder)[0].mask_token_id == 64
+
+
 def test_config_round_trip():
-    for config in (K3_DSPARK, TINY, dataclasses.replace(TINY, shift_label=False, block_size=8, markov_rank=0)):
+    for config in (K3_DSPARK, TINY, dataclasses.replace(TINY, shift_label=False, block_size=8)):
         assert DrafterConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
@@ -97,8 +112,30 @@ def test_rope_scaling_is_the_older_name():
     ("change", "message"),
     [
         ({"rope_parameters": {"rope_type": "linear", "factor": 2}}, "rope_type is 'linear', only 'yarn'"),
-        ({"rope_parameters": None}, "rope_parameters .* missing"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_parameters.factor is missing"),
+        ({"rope_parameters": None}, "rope_scaling is missing .or null.: rope_parameters"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor is missing"),
+        ({"rope_parameters": PUBLISHED["rope_parameters"] | {"factor": float("nan")}}, "rope_parameters.factor is nan"),
+        ({"rope_parameters": PUBLISHED["rope_parameters"] | {"factor": "32"}}, "rope_parameters.factor is '32'"),
+        ({"rope_parameters": PUBLISHED["rope_parameters"] | {"beta_fast": 0}}, "rope_parameters.beta_fast is 0"),
+        ({"rope_parameters": PUBLISHED["rope_parameters"] | {"type": "linear"}}, "rope_type is 'linear', 'yarn'"),
+        ({"rope_theta": 10000.0}, "rope_theta is 50000 in rope_parameters and 10000.0 at the top level"),
+        ({"rope_theta": 1, "rope_parameters": PUBLISHED["rope_parameters"] | {"rope_theta": 1}}, "rope_theta is 1, expected"),
+        ({"mask_token_id": -1}, "mask_token_id is -1, expected an integer in"),
+        ({"mask_token_id": 3.7}, "mask_token_id is 3.7, expected an integer"),
+        ({"mask_token_id": True}, "mask_token_id is True, expected an integer"),
+        ({"markov_rank": 8.5}, "markov_rank is 8.5, expected an integer"),
+        ({"markov_rank": "8"}, "markov_rank is '8', expected an integer"),
+        ({"markov_rank": 0}, "confidence_head_with_markov is true, but markov_rank is 0"),
+        ({"shift_label": "false"}, "shift_label is 'false', expected true or false"),
+        ({"num_target_layers": 2.0}, "num_target_layers is 2.0, expected an integer"),
+        ({"target_layer_ids": "ab"}, "target_layer_ids is 'ab', expected a list"),
+        ({"target_layer_ids": [[1]]}, "target_layer_ids is .1., expected an integer"),
+        ({"num_target_layers": None, "target_layer_ids": None}, "num_target_layers is missing"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05, expected a finite number above 0"),
+        ({"target_hidden_size": "16"}, "target_hidden_size is '16'"),
+        ({"dspark_config": [1]}, "dspark_config is .1., expected an object"),
+        ({"num_hidden_layers": 100000}, "num_hidden_layers is 100000, expected an integer in .1, 1000."),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_parameters": PUBLISHED["rope_parameters"] | {"attention_factor": 2.0}}, "attention_factor is 2.0"),
         ({"causal": True}, "causal is true"),
         ({"dflash_config": {"causal": True}}, "causal is true"),
@@ -263,10 +300,10 @@ def test_dtype_casts_every_weight(folder):
 
 
 def test_markov_rank_and_weights_must_agree(folder):
-    reconfigure(folder, markov_rank=0)
+    reconfigure(folder, markov_rank=0, confidence_head_with_markov=False, enable_confidence_head=False)
     with pytest.raises(ConfigError, match=r"markov_rank is 0 or missing, but the checkpoint has Markov weights \(markov_w1"):
         load_drafter(folder)
-    reconfigure(folder, markov_rank=8)
+    reconfigure(folder, markov_rank=8, confidence_head_with_markov=True, enable_confidence_head=True)
     rewrite(folder, lambda tensors: [tensors.pop(f"markov_w{i}.weight") for i in (1, 2)])
     with pytest.raises(ConfigError, match="markov_rank is 8, but the checkpoint has no Markov weights"):
         load_drafter(folder)
@@ -281,6 +318,10 @@ def test_unreadable_files(folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors file \(pickled weights are never read"):
         load_drafter(folder)
+    for unreadable in ("[" * 100_000, "9" * 5000):
+        (folder / "config.json").write_text(unreadable)
+        with pytest.raises(CheckpointError, match=r"config\.json (cannot be read as JSON|holds a)"):
+            load_drafter(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         load_drafter(folder)
