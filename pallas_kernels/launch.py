@@ -40,6 +40,16 @@ def launch(body: Callable[..., None], *, out_type: Any, grid: dict[str, int]) ->
     )
 
 
+def program(axis: str, extent: int) -> jax.Array:
+    """The index of this program along a grid axis of `extent` programs.
+
+    The interpreter runs programs one after another; there they are counted from the last to the first, so that a program
+    which fails to leave its place to a later one shows, as it may on a GPU.
+    """
+    index = lax.axis_index(axis)
+    return index if jax.default_backend() == "gpu" else extent - 1 - index
+
+
 def struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     """The type of a kernel's output."""
     return jax.ShapeDtypeStruct(tuple(shape), dtype)

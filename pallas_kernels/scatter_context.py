@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .latent_rows import PoolShape, move_rows, overwritten
-from .launch import Ref, floor_div, floor_mod, launch, struct
+from .launch import Ref, floor_div, floor_mod, launch, program, struct
 
 
 @functools.partial(jax.jit, static_argnames=("layout",))
@@ -41,7 +41,7 @@ def scatter_context(
         destinations[i] = jnp.where(inside & shape.holds(page), place, -1)
 
     def scatter_context_kernel(latents: Ref, destinations: Ref, pool: Ref) -> None:
-        i = lax.axis_index("token")
+        i = program("token", num_tokens)
         place = destinations[i]
         writes = (place >= 0) & ~overwritten(i, num_tokens, (destinations, place))
         place = jnp.maximum(place, 0)

@@ -9,7 +9,7 @@ from jax import lax
 
 from .gen_prologue import slot_of
 from .latent_rows import PoolShape, move_rows
-from .launch import Ref, ceil_div, launch
+from .launch import Ref, ceil_div, launch, program
 
 UNROLLED = 16
 """Requests whose loads a program has in flight at once while it looks for a later write to its place."""
@@ -97,7 +97,7 @@ def store_gen_context(
     def store_gen_context_kernel(
         latents: Ref, ctx_len: Ref, slots: Ref, num_accepted: Ref, block_tables: Ref, block_counts: Ref, pool: Ref
     ) -> None:
-        b, j = lax.axis_index("request"), lax.axis_index("token")
+        b, j = program("request", num_gen), program("token", width)
         to = Destinations(ctx_len, slots, block_tables, block_counts, shape.page_size, first_row, width - 1)
         start, last = to.columns(b)
         position = jnp.maximum(jnp.minimum(start + j, last), 0)

@@ -4,10 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .latent_rows import PoolShape, move_rows, overwritten
-from .launch import Ref, launch
+from .launch import Ref, launch, program
 
 
 @functools.partial(jax.jit, static_argnames=("layout",))
@@ -31,7 +30,7 @@ def store_prepared(
     shape = PoolShape.of(pool, layout)
 
     def store_prepared_kernel(latents: Ref, num_accepted: Ref, pages: Ref, offsets: Ref, pool: Ref) -> None:
-        b, j = lax.axis_index("request"), lax.axis_index("token")
+        b, j = program("request", num_gen), program("token", width)
         i = b * width + j
         page, offset = pages[i], offsets[i]
         writes = shape.holds(page) & ~overwritten(i, num_gen * width, (pages, page), (offsets, offset))

@@ -3,12 +3,11 @@ from __future__ import annotations
 import functools
 
 import jax
-from jax import lax
 
 from jdspark.ops import BlockPlacement
 
 from .latent_rows import PoolShape, move_rows, overwritten
-from .launch import Ref, launch
+from .launch import Ref, launch, program
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "layer"))
@@ -33,7 +32,7 @@ def write_block_latents(
     layers = tuple(range(shape.num_layers)) if layer is None else (layer,)
 
     def write_block_latents_kernel(block_latents: Ref, pages: Ref, offsets: Ref, pool: Ref) -> None:
-        b, j = lax.axis_index("request"), lax.axis_index("token")
+        b, j = program("request", num_gen), program("token", block_size)
         i = b * block_size + j
         page, offset = pages[i], offsets[i]
         inside = shape.holds(page) & (offset >= 0) & (offset < shape.page_size)

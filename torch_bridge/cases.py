@@ -163,7 +163,8 @@ def draw_batch(rng: np.random.Generator, shape: BatchShape, family: str) -> Batc
     tables = np.maximum(encoded, 0) // shape.divisor
     accepted_tokens = rng.integers(0, shape.vocab, (shape.B, shape.K + 1))
     if family == "hostile":
-        wild = np.array([-(2**31), -7, -1, 0, 1, 10**6, 2**31 - 64])
+        edges = [shape.max_batch, shape.max_batch + 1, shape.K + 2, shape.num_pages, shape.max_blocks + 1]
+        wild = np.array([-(2**31), -7, -1, 0, 1, *edges, 10**6, 2**31 - 64])
         for array in (slots, num_accepted, counts, tables, accepted_tokens):
             chosen = rng.random(array.shape) < 0.3
             array[chosen] = rng.choice(wild, int(chosen.sum()))
@@ -260,7 +261,7 @@ def scatter_context(rng: np.random.Generator, batch: Batch) -> Drawn:
     rows = rng.integers(0, batch.block_tables.shape[0], num_tokens)
     positions = rng.integers(0, shape.max_blocks * shape.page_size, num_tokens)
     if batch.family == "hostile":
-        rows[::3] = rng.choice([-1, 77, -(2**31)], len(rows[::3]))
+        rows[::3] = rng.choice([-1, len(batch.block_tables), 77, -(2**31)], len(rows[::3]))
         positions[1::3] = rng.choice([-1, 2**31 - 1, shape.max_blocks * shape.page_size], len(positions[1::3]))
     # destinations are distinct by contract: later tokens with a place already taken are padding
     pages = batch.block_tables[np.clip(rows, 0, len(batch.block_tables) - 1)]
@@ -325,6 +326,7 @@ def accept_strict(rng: np.random.Generator, batch: Batch) -> Drawn:
     shape = batch.shape
     rows = shape.num_contexts + shape.B * (shape.K + 1)
     logits = np.resize(rng.integers(-4, 5, 1_000_003).astype(np.float32), (rows, shape.vocab))
+    logits[::3] -= 10  # rows without a positive number
     if batch.family == "special":
         logits[::2, rng.integers(0, shape.vocab)] = np.nan
         logits[:, rng.integers(0, shape.vocab)] = np.inf

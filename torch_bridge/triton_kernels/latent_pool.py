@@ -38,6 +38,16 @@ def listed_places(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def program_tokens(NUM_TOKENS: tl.constexpr, TOKENS: tl.constexpr, BACKWARDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens of this program. The CPU interpreter writes one after the other; BACKWARDS there, so that a token which
+    fails to leave its place to a later one shows, as it may on a GPU."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if BACKWARDS:
+        token = tl.where(token < NUM_TOKENS, NUM_TOKENS - 1 - token, token)
+    return token
+
+
+@triton.jit
 def overwrites(places, tokens, later_places, later_tokens):  # type: ignore[no-untyped-def]
     """For each token 1 if one of the later tokens has its place, else 0."""
     same = (places[:, None] == later_places[None, :]) & (tokens[:, None] < later_tokens[None, :])
@@ -89,9 +99,15 @@ def num_layers(pool: Any, layout: str) -> int:
     return pool.shape[0] if layout == "layer_major" else pool.shape[1]
 
 
-def tokens_per_program(num_tokens: int) -> int:
+def token_constexprs(num_tokens: int) -> dict[str, Any]:
     """A step's few tokens get a program each; a prompt's share one, so that the search for later writes is shared too.
 
     So do any on the CPU interpreter, which runs one program after the other.
     """
-    return 16 if num_tokens > 512 or triton.knobs.runtime.interpret else 1
+    interpreted = bool(triton.knobs.runtime.interpret)
+    return {
+        "NUM_TOKENS": num_tokens,
+        "TOKENS": 16 if num_tokens > 512 or interpreted else 1,
+        "LATER": power_of_2(num_tokens, at_most=256),
+        "BACKWARDS": interpreted,
+    }

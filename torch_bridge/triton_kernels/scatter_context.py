@@ -10,8 +10,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jdspark.ops import contracts
 from jdspark.ops.checks import Layout
 
-from .latent_pool import as_bits, num_layers, overwrites, places, pool_constexprs, pool_rows, tokens_per_program
-from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
+from .latent_pool import as_bits, num_layers, overwrites, places, pool_constexprs, pool_rows, program_tokens, token_constexprs
+from .launching import Launch, launch_in_jax, launch_in_torch, strides
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,11 @@ def scatter_context_kernel(  # type: ignore[no-untyped-def]
     TOKEN_STRIDE: tl.constexpr, LATENT_LAYER_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr,
     NUM_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, POOL_STRIDE: tl.constexpr,
-    TOKENS: tl.constexpr, LATER: tl.constexpr,
+    TOKENS: tl.constexpr, LATER: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """Program (group, layer): TOKENS tokens' latents of one layer, without those that a later token overwrites."""
-    first = tl.program_id(0) * TOKENS
     layer = tl.program_id(1)
-    token = first + tl.arange(0, TOKENS)
+    token = program_tokens(NUM_TOKENS, TOKENS, BACKWARDS)
     place = _token_places(
         token, NUM_TOKENS, rows, positions, block_tables, NUM_ROWS, MAX_BLOCKS, ROW_STRIDE, COLUMN_STRIDE, NUM_PAGES, PAGE_SIZE
     )
@@ -74,9 +73,8 @@ def _launch(pool: Any, latents: Any, block_tables: Any, layout: Layout) -> Launc
     num_tokens = latents.shape[0]
     row_stride, column_stride = strides(block_tables)
     token_stride, latent_layer_stride, latent_stride = strides(latents)
-    tokens = tokens_per_program(num_tokens)
+    tokens = token_constexprs(num_tokens)
     constexprs = {
-        "NUM_TOKENS": num_tokens,
         "NUM_ROWS": block_tables.shape[0],
         "MAX_BLOCKS": block_tables.shape[1],
         "ROW_STRIDE": row_stride,
@@ -85,10 +83,9 @@ def _launch(pool: Any, latents: Any, block_tables: Any, layout: Layout) -> Launc
         "LATENT_LAYER_STRIDE": latent_layer_stride,
         "LATENT_STRIDE": latent_stride,
         **pool_constexprs(pool, layout),
-        "TOKENS": tokens,
-        "LATER": power_of_2(num_tokens, at_most=256),
+        **tokens,
     }
-    return Launch((triton.cdiv(num_tokens, tokens), num_layers(pool, layout)), constexprs)
+    return Launch((triton.cdiv(num_tokens, tokens["TOKENS"]), num_layers(pool, layout)), constexprs)
 
 
 def scatter_context(

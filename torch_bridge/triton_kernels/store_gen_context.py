@@ -18,10 +18,11 @@ from .latent_pool import (
     places,
     pool_constexprs,
     pool_rows,
+    program_tokens,
     times_zero,
-    tokens_per_program,
+    token_constexprs,
 )
-from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
+from .launching import Launch, launch_in_jax, launch_in_torch, strides
 from .safety import clip, safe_slots
 
 if TYPE_CHECKING:
@@ -68,12 +69,12 @@ def store_gen_context_kernel(  # type: ignore[no-untyped-def]
     TOKEN_STRIDE: tl.constexpr, LATENT_LAYER_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr,
     NUM_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, POOL_STRIDE: tl.constexpr,
-    SIGN: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr, TOKENS: tl.constexpr, LATER: tl.constexpr,
+    SIGN: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr,
+    TOKENS: tl.constexpr, LATER: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """Program (group, layer): TOKENS tokens' latents of one layer, without those that a later token overwrites."""
-    first = tl.program_id(0) * TOKENS
     layer = tl.program_id(1)
-    token = first + tl.arange(0, TOKENS)
+    token = program_tokens(NUM_TOKENS, TOKENS, BACKWARDS)
     place = _token_places(
         token, NUM_TOKENS, ctx_len, slots, block_tables, block_counts,
         K1, DUMMY, FIRST_ROW, MAX_BLOCKS, ROW_STRIDE, COLUMN_STRIDE, NUM_PAGES, PAGE_SIZE,
@@ -101,9 +102,8 @@ def _launch(pool: Any, latents: Any, ctx_len: Any, slots: Any, block_tables: Any
     num_tokens, num_gen = latents.shape[0], slots.shape[0]
     row_stride, column_stride = strides(block_tables)
     token_stride, latent_layer_stride, latent_stride = strides(latents)
-    tokens = tokens_per_program(num_tokens)
+    tokens = token_constexprs(num_tokens)
     constexprs = {
-        "NUM_TOKENS": num_tokens,
         "K1": num_tokens // num_gen,
         "DUMMY": ctx_len.shape[0] - 1,
         "FIRST_ROW": first_row,
@@ -115,10 +115,9 @@ def _launch(pool: Any, latents: Any, ctx_len: Any, slots: Any, block_tables: Any
         "LATENT_STRIDE": latent_stride,
         **pool_constexprs(pool, layout),
         **float_constexprs(pool),
-        "TOKENS": tokens,
-        "LATER": power_of_2(num_tokens, at_most=256),
+        **tokens,
     }
-    return Launch((triton.cdiv(num_tokens, tokens), num_layers(pool, layout)), constexprs)
+    return Launch((triton.cdiv(num_tokens, tokens["TOKENS"]), num_layers(pool, layout)), constexprs)
 
 
 def store_gen_context(

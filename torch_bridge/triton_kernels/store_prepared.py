@@ -18,10 +18,11 @@ from .latent_pool import (
     overwrites,
     pool_constexprs,
     pool_rows,
+    program_tokens,
     times_zero,
-    tokens_per_program,
+    token_constexprs,
 )
-from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
+from .launching import Launch, launch_in_jax, launch_in_torch, strides
 from .safety import clip
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ def store_prepared_kernel(  # type: ignore[no-untyped-def]
     TOKEN_STRIDE: tl.constexpr, LATENT_LAYER_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr,
     NUM_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, POOL_STRIDE: tl.constexpr,
-    SIGN: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr, TOKENS: tl.constexpr, LATER: tl.constexpr,
+    SIGN: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr,
+    TOKENS: tl.constexpr, LATER: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """Program (group, layer): TOKENS latents, rejected ones times zero, without those that a later token overwrites."""
     layer = tl.program_id(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = program_tokens(NUM_TOKENS, TOKENS, BACKWARDS)
     place = listed_places(token, NUM_TOKENS, pages, offsets, NUM_PAGES, PAGE_SIZE)
     lost = tl.zeros([TOKENS], tl.int32)
     for start in range(0, NUM_TOKENS, LATER):
@@ -64,20 +66,18 @@ def store_prepared_kernel(  # type: ignore[no-untyped-def]
 
 def _launch(pool: Any, latents: Any, pages: Any, layout: Layout) -> Launch:
     num_tokens = latents.shape[0]
-    tokens = tokens_per_program(num_tokens)
+    tokens = token_constexprs(num_tokens)
     token_stride, latent_layer_stride, latent_stride = strides(latents)
     constexprs = {
-        "NUM_TOKENS": num_tokens,
         "K1": pages.shape[1],
         "TOKEN_STRIDE": token_stride,
         "LATENT_LAYER_STRIDE": latent_layer_stride,
         "LATENT_STRIDE": latent_stride,
         **pool_constexprs(pool, layout),
         **float_constexprs(pool),
-        "TOKENS": tokens,
-        "LATER": power_of_2(num_tokens, at_most=256),
+        **tokens,
     }
-    return Launch((triton.cdiv(num_tokens, tokens), num_layers(pool, layout)), constexprs)
+    return Launch((triton.cdiv(num_tokens, tokens["TOKENS"]), num_layers(pool, layout)), constexprs)
 
 
 def store_prepared(

@@ -10,8 +10,17 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jdspark.ops import BlockPlacement, contracts
 from jdspark.ops.checks import Layout
 
-from .latent_pool import as_bits, listed_places, num_layers, overwrites, pool_constexprs, pool_rows, tokens_per_program
-from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
+from .latent_pool import (
+    as_bits,
+    listed_places,
+    num_layers,
+    overwrites,
+    pool_constexprs,
+    pool_rows,
+    program_tokens,
+    token_constexprs,
+)
+from .launching import Launch, launch_in_jax, launch_in_torch, strides
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +37,11 @@ def write_block_latents_kernel(  # type: ignore[no-untyped-def]
     REQUEST_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, LATENT_STRIDE: tl.constexpr,
     NUM_PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, OFFSET_STRIDE: tl.constexpr, LAYER_STRIDE: tl.constexpr, POOL_STRIDE: tl.constexpr,
-    TOKENS: tl.constexpr, LATER: tl.constexpr,
+    TOKENS: tl.constexpr, LATER: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """Program (group, layer): TOKENS latents of the block, without those that a later token overwrites."""
     layer = tl.program_id(1)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = program_tokens(NUM_TOKENS, TOKENS, BACKWARDS)
     place = listed_places(token, NUM_TOKENS, pages, offsets, NUM_PAGES, PAGE_SIZE)
     lost = tl.zeros([TOKENS], tl.int32)
     for start in range(0, NUM_TOKENS, LATER):
@@ -51,10 +60,9 @@ def write_block_latents_kernel(  # type: ignore[no-untyped-def]
 
 def _launch(pool: Any, block_latents: Any, num_gen: int, block_size: int, layout: Layout, layer: int | None) -> Launch:
     num_tokens = num_gen * block_size
-    tokens = tokens_per_program(num_tokens)
+    tokens = token_constexprs(num_tokens)
     layer_stride, *token_strides = (0, *strides(block_latents))[-4:]
     constexprs = {
-        "NUM_TOKENS": num_tokens,
         "BLOCK_SIZE": block_size,
         "FIRST_LAYER": layer or 0,
         "LATENT_LAYER_STRIDE": layer_stride,
@@ -62,10 +70,9 @@ def _launch(pool: Any, block_latents: Any, num_gen: int, block_size: int, layout
         "TOKEN_STRIDE": token_strides[1],
         "LATENT_STRIDE": token_strides[2],
         **pool_constexprs(pool, layout),
-        "TOKENS": tokens,
-        "LATER": power_of_2(num_tokens, at_most=256),
+        **tokens,
     }
-    return Launch((triton.cdiv(num_tokens, tokens), num_layers(pool, layout) if layer is None else 1), constexprs)
+    return Launch((triton.cdiv(num_tokens, tokens["TOKENS"]), num_layers(pool, layout) if layer is None else 1), constexprs)
 
 
 def write_block_latents(
