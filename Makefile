@@ -9,7 +9,7 @@ test:  ## set up, then: lint, types and the default tests
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check --quiet .
 	@.venv/bin/mypy --no-error-summary
-	@.venv/bin/python -m pytest -n 2 -m "not long"
+	@.venv/bin/python -m pytest -n 2
 
 test-long:  ## the long sweeps
 	@scripts/setup.sh

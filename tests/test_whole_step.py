@@ -53,6 +53,49 @@ def test_dflash_and_forced_acceptance(params, shift_label):
     assert {n for step in report.accepted for n in step} <= {3, 4}
 
 
+SWITCHES = pytest.mark.parametrize(("fused", "overlap"), [(False, False), (False, True), (True, False), (True, True)])
+BATCHES = pytest.mark.parametrize(("prompt_lens", "dummy_rows"), [((9,), 0), ((9, 5, 12), 1)], ids=["B1", "B4"])
+SMALL_PAGES = dataclasses.replace(GEOMETRY, page_size=8, max_blocks_per_seq=28)
+
+
+@BATCHES
+@SWITCHES
+def test_switches_over_twenty_steps(params, fused, overlap, prompt_lens, dummy_rows):
+    """On the torch side fused means the Triton kernels, interpreted without a GPU; the JAX side is the plain path there."""
+    options = StepOptions(fused_prologue=fused, overlap_context_projection=overlap)
+    report = compare_steps(
+        TINY, params, SMALL_PAGES, num_steps=20, prompt_lens=prompt_lens, dummy_rows=dummy_rows, options=options
+    )
+    assert report.agreed, failures(report)
+
+
+@pytest.mark.long
+@BATCHES
+@SWITCHES
+def test_switches_over_twenty_steps_with_pallas(params, fused, overlap, prompt_lens, dummy_rows):
+    options = StepOptions(backend="pallas", fused_prologue=fused, overlap_context_projection=overlap)
+    report = compare_steps(
+        TINY, params, SMALL_PAGES, num_steps=20, prompt_lens=prompt_lens, dummy_rows=dummy_rows, options=options
+    )
+    assert report.agreed, failures(report)
+
+
+@pytest.mark.parametrize("op", ["prepare_step", "store_prepared", "write_block_latents", "noise_block", "next_tokens"])
+def test_a_mistake_in_one_fused_kernel_is_noticed(params, monkeypatch, op):
+    """Negative controls on the fused path of the twin."""
+    from torch_bridge import triton_kernels
+
+    mistakes = {
+        "prepare_step": lambda call: lambda *a, **k: call(*a, **k)._replace(store_pages=call(*a, **k).store_pages.roll(1, 1)),
+        "store_prepared": lambda call: lambda pool, *a, **k: pool,
+        "noise_block": lambda call: lambda e, b, **k: call(e, b, **(k | {"mask_token_id": 0})),
+    }
+    original = getattr(triton_kernels, op)
+    monkeypatch.setattr(triton_kernels, op, (mistakes.get(op) or MISTAKES[op])(original))
+    report = compare_steps(TINY, params, SMALL_PAGES, num_steps=2, options=StepOptions(fused_prologue=True))
+    assert not report.agreed
+
+
 MISTAKES = {
     "refresh_block_tables": lambda op: lambda *a, **k: (op(*a, **k)[0].roll(1, dims=1), op(*a, **k)[1]),
     "gen_prologue": lambda op: lambda *a, **k: op(*a, **k)._replace(bonus=a[0][:, 0].long()),
