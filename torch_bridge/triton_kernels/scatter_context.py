@@ -47,8 +47,8 @@ def scatter_context_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, LATER: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """Program (group, layer): TOKENS tokens' latents of one layer, without those that a later token overwrites."""
-    layer = tl.program_id(1)
     token = program_tokens(NUM_TOKENS, TOKENS, BACKWARDS)
+    layer = tl.program_id(1)
     place = _token_places(
         token, NUM_TOKENS, rows, positions, block_tables, NUM_ROWS, MAX_BLOCKS, ROW_STRIDE, COLUMN_STRIDE, NUM_PAGES, PAGE_SIZE
     )

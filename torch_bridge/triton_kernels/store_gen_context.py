@@ -73,8 +73,8 @@ def store_gen_context_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, LATER: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
     """Program (group, layer): TOKENS tokens' latents of one layer, without those that a later token overwrites."""
-    layer = tl.program_id(1)
     token = program_tokens(NUM_TOKENS, TOKENS, BACKWARDS)
+    layer = tl.program_id(1)
     place = _token_places(
         token, NUM_TOKENS, ctx_len, slots, block_tables, block_counts,
         K1, DUMMY, FIRST_ROW, MAX_BLOCKS, ROW_STRIDE, COLUMN_STRIDE, NUM_PAGES, PAGE_SIZE,
