@@ -29,6 +29,9 @@ STEP_OPS = (
 """The ops of a decode step, in its order."""
 
 
+NO_OVERLAP = "the context projection has no side path yet, it runs behind accept_strict with the same bits"
+
+
 @dataclasses.dataclass(frozen=True)
 class Path:
     """The backend of one op, and why it is not another one."""
@@ -110,6 +113,8 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int) -> dict[str,
         )
         for op in STEP_OPS
     }
+    if options.overlap_context_projection:
+        _log_once(f"overlap_context_projection is on, but not taken: {NO_OVERLAP}")
     if options.fused_prologue:
         plain = {op: path.why or "backend is 'xla'" for op, path in paths.items() if path.backend == "xla"}
         for op in FUSED_PROLOGUE_OPS:

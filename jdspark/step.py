@@ -16,7 +16,7 @@ from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, why_unavailable
 from .ops.checks import FLOATS, INTEGERS, expect
 from .params import Array, DrafterParams
-from .paths import step_paths
+from .paths import NO_OVERLAP, step_paths
 from .state import Changing, DecodeState, check_state, device_of, joined, pinned_jit, split
 
 
@@ -240,7 +240,10 @@ class DecodeStep:
 
     def explain(self, params: DrafterParams, B: int) -> dict[str, str]:
         """For a step of `B` gen rows: the backend of each op, and the reason where it is not the one asked for."""
-        return {op: str(path) for op, path in step_paths(params, self.options, B).items()}
+        explained = {op: str(path) for op, path in step_paths(params, self.options, B).items()}
+        if self.options.overlap_context_projection:
+            explained["overlap_context_projection"] = f"not taken: {NO_OVERLAP}"
+        return explained
 
     def check(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> None:
         """Raise for whatever the host can see is wrong: shapes, dtypes, a donated state, weights that are not there."""

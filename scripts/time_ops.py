@@ -26,7 +26,8 @@ from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, K3_SHAPES, draw_batch
 
 TIMED_OPS = (
     "prepare_step", "store_prepared", "noise_block", "write_block_latents", "norm_rope", "next_tokens", "accept_strict",
-    "markov_chain",
+    "markov_chain", "refresh_block_tables", "gen_prologue", "store_gen_context", "advance_ctx_len", "scatter_context",
+    "block_placement",
 )  # fmt: skip
 
 
@@ -109,6 +110,7 @@ def kernel_times(segments: list[Callable[[], Any]], repeat: int) -> list[tuple[f
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--ops", default=",".join(TIMED_OPS), help="comma-separated (default: all)")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--command", default="python scripts/time_ops.py", help="recorded in the JSON")
     args = parser.parse_args()
@@ -117,7 +119,7 @@ def main() -> int:
     backends = ["xla", "pallas"] + ([] if why_unavailable("triton") else ["triton"])
     shapes = [K3_SHAPES[index] for index in (0, 5, 1, 6)]
     labels, segments = [], []
-    for op in TIMED_OPS:
+    for op in args.ops.split(","):
         for shape in shapes:
             for backend in backends:
                 if backend != "xla" and not has_kernel(op, backend):
