@@ -34,7 +34,8 @@ class StepInputs:
     encoded_offsets: Array
     """`[pools, seqs, 2, max_blocks]` int32: the page manager's table, see `refresh_block_tables`."""
     slots: Array
-    """`[B]` int32: each gen request's slot; padding rows use the dummy slot `max_batch`."""
+    """`[B]` int32: each gen request's slot; padding rows use the dummy slot `max_batch`. Or one per row, `[num_contexts + B]`:
+    those of the context rows are not read, `store_prefill_context` has them."""
     num_contexts: int = dataclasses.field(default=0, metadata={"static": True})
 
 
@@ -111,7 +112,7 @@ def decode_step(
         accepted_tokens[num_contexts:],
         gen_num_accepted,
         ctx_len,
-        inputs.slots,
+        inputs.slots[inputs.slots.shape[0] - B :],
         pool_idx=geometry.pool_idx,
         divisor=geometry.offset_divisor,
         page_size=geometry.page_size,
@@ -265,7 +266,8 @@ class DecodeStep:
             raise ValueError(f"{call}: draft_tokens has K={K} drafts per request, max_draft_len is {geometry.max_draft_len}")
         rows = {"num_contexts + B*(K+1)": num_contexts + B * (K + 1), "V": None}
         expect(call, "logits", inputs.logits, rows, FLOATS)
-        expect(call, "slots", inputs.slots, {"B": B}, INTEGERS)
+        one_per_row = num_contexts > 0 and getattr(inputs.slots, "shape", None) == (num_contexts + B,)
+        expect(call, "slots", inputs.slots, {"num_contexts + B": num_contexts + B} if one_per_row else {"B": B}, INTEGERS)
         offsets_dims = {"pools": None, "seqs": None, "2": 2, "max_blocks_per_seq": geometry.max_blocks_per_seq}
         expect(call, "encoded_offsets", inputs.encoded_offsets, offsets_dims, INTEGERS)
         pools, seqs = inputs.encoded_offsets.shape[:2]

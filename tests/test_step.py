@@ -206,8 +206,12 @@ def test_mixed_batch(params, geometry, target, state):
         encoded_offsets=target.encoded_offsets([2, 0, 1]),
         num_contexts=1,
     )
+    per_row = dataclasses.replace(mixed, slots=np.array([2, 0, 1], np.int32))
+    again, _ = make_decode_step(TINY, geometry)(params, copied(state), per_row)
     outputs, state = make_decode_step(TINY, geometry)(params, state, mixed)
     assert compare(outputs.draft_tokens, alone.draft_tokens)
+    assert compare(again.draft_tokens, alone.draft_tokens)
+    assert compare(again.advertised, outputs.advertised)
     assert compare(outputs.accepted_tokens[1:], alone.accepted_tokens)
     assert compare(outputs.advertised, alone.advertised)
     token = int(context_logits.argmax())

@@ -5,6 +5,7 @@ It takes and returns the same dataclasses, holding torch tensors; the state is u
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -230,6 +231,7 @@ def decode_step(
     config, geometry = state.config, state.geometry
     B, K = inputs.draft_tokens.shape
     num_contexts = inputs.num_contexts
+    inputs = dataclasses.replace(inputs, slots=inputs.slots[inputs.slots.shape[0] - B :])
     fused = options.fused_prologue and B > 0
     kernels: Any = importlib.import_module("torch_bridge.triton_kernels") if fused else eager
     prepare = prepare_with_triton if fused else prepare_with_eager_chain
