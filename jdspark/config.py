@@ -330,11 +330,13 @@ class StepOptions:
     """How a decode step is computed and what it returns; static, so each combination compiles once."""
 
     fused_prologue: bool = False
-    """Run the bookkeeping as fused kernels where their preconditions hold; never changes a bit."""
+    """Run the bookkeeping as fused kernels where their preconditions hold; all of them are exact, so no bit changes."""
     overlap_context_projection: bool = False
     """Run the context projection beside sample/accept on pure-generation steps; never changes a bit."""
     backend: Literal["auto"] | Backend = "auto"
-    """Backend of every op that has a kernel for it. `auto`: XLA on a CPU, on a GPU the faster one by `op_times.json`."""
+    """Backend of every op that has a kernel for it. `auto`: XLA; with `fused_prologue`, on a GPU, for each exact op the faster
+    of XLA and Pallas by `op_times.json`. Name another backend in `store_prefill_context` as well: latents of one pool come
+    from one arithmetic."""
     force: float = 0.0
     """Forced acceptance length, for measurements only (see `accept_strict`)."""
     return_draft_logits: bool = False

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from .config import StepOptions
 from .ops.backends import has_kernel, why_unavailable
-from .ops.checks import FLOATS
 from .params import DrafterParams
 
 logger = logging.getLogger("jdspark")
@@ -28,6 +27,9 @@ STEP_OPS = (
 )  # fmt: skip
 """The ops of a decode step, in its order."""
 
+
+INEXACT_OPS = ("norm_rope", "block_attention")
+"""Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
 
 NO_OVERLAP = "the context projection has no side path yet, it runs behind accept_strict with the same bits"
 
@@ -66,22 +68,16 @@ def fastest(op: str, B: int) -> Path:
     return Path("pallas")
 
 
-def unsupported_device(backend: str) -> str | None:
-    """Why this device cannot run a backend's kernels, or None."""
-    reason = why_unavailable(backend)
-    if reason is None and backend == "pallas" and jax.default_backend() == "gpu":
-        capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
-        if capability < 9:
-            return f"Mosaic GPU needs compute capability 9.0 (Hopper), this GPU has {capability}"
-    return reason
-
-
-def choose_path(op: str, options: StepOptions, *, B: int, weights_dtype: Any, mask_row_dtype: Any = None) -> Path:
+def choose_path(op: str, options: StepOptions, *, B: int, embedding_dtype: Any, mask_row_dtype: Any = None) -> Path:
     """The path of one op under these options."""
     if op in FUSED_PROLOGUE_OPS and not options.fused_prologue:
         return Path("xla", "fused_prologue is off")
     backend: str = options.backend
     if backend == "auto":
+        if not options.fused_prologue:
+            return Path("xla", "fused_prologue is off")
+        if op in INEXACT_OPS:
+            return Path("xla", "its kernels may round differently, and a switch changes no bit")
         if jax.default_backend() != "gpu":
             return Path("xla", f"no GPU: JAX runs on {jax.default_backend()}")
         chosen = fastest(op, B)
@@ -90,36 +86,34 @@ def choose_path(op: str, options: StepOptions, *, B: int, weights_dtype: Any, ma
         backend = chosen.backend
     if backend == "xla":
         return Path("xla")
-    reason = unsupported_device(backend)
+    reason = why_unavailable(backend)
     if reason is None and not has_kernel(op, backend):
         reason = f"it has no {backend} kernel"
-    if reason is None and jnp.dtype(weights_dtype).name not in FLOATS:
-        reason = f"latents of dtype {jnp.dtype(weights_dtype).name}"
-    if reason is None and op == "noise_block" and mask_row_dtype is not None and mask_row_dtype != weights_dtype:
-        reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(weights_dtype).name}"
+    if reason is None and op == "noise_block" and mask_row_dtype is not None and mask_row_dtype != embedding_dtype:
+        reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(embedding_dtype).name}"
     return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
 
 
 def step_paths(params: DrafterParams, options: StepOptions, B: int) -> dict[str, Path]:
-    """The path of every op of a step with `B` gen rows. Whatever is chosen, no bit of an exact op changes."""
+    """The path of every op of a step with `B` gen rows; the log says once what does not run where it was asked to."""
     mask_row = params.mask_token_embedding
     paths = {
         op: choose_path(
             op,
             options,
             B=B,
-            weights_dtype=params.kv_a_proj.dtype,
+            embedding_dtype=params.embed_tokens.dtype,
             mask_row_dtype=None if mask_row is None else mask_row.dtype,
         )
         for op in STEP_OPS
     }
     if options.overlap_context_projection:
         _log_once(f"overlap_context_projection is on, but not taken: {NO_OVERLAP}")
-    if options.fused_prologue:
-        plain = {op: path.why or "backend is 'xla'" for op, path in paths.items() if path.backend == "xla"}
-        for op in FUSED_PROLOGUE_OPS:
-            if op in plain:
-                _log_once(f"fused_prologue is on, but {op} runs on the plain path: {plain[op]}")
+    for op, path in paths.items():
+        if options.fused_prologue and op in FUSED_PROLOGUE_OPS and path.backend == "xla":
+            _log_once(f"fused_prologue is on, but {op} runs on the plain path: {path.why or "backend is 'xla'"}")
+        elif path.why.startswith("not "):
+            _log_once(f"{op} runs on XLA, {path.why}")
     return paths
 
 

@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .drafter import project_context
+from .ops.backends import has_kernel
 from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.safety import safe_block_counts, safe_slots
 from .params import DrafterParams
@@ -63,7 +64,8 @@ def _store(
     row_fits = jnp.ones(num_contexts, bool).at[row].min(fits | ~known)
     stored = known & row_fits[row]
 
-    latents = project_context(params, config, captured, positions, state.rope_cos, state.rope_sin)
+    norm_rope_backend = backend if backend == "xla" or has_kernel("norm_rope", backend) else "xla"
+    latents = project_context(params, config, captured, positions, state.rope_cos, state.rope_sin, backend=norm_rope_backend)
     pool = ops.scatter_context(
         state.pool, latents, jnp.where(stored, rows, -1), positions, block_tables, layout=geometry.layout, backend=backend
     )
@@ -106,6 +108,7 @@ def store_prefill_context(
         rows: `[N]` int32, the batch row of each token, `0 .. num_contexts-1`; -1 is padding.
         slots: `[num_contexts]` int32. A row in the dummy slot (a refused request) stores nothing.
         encoded_offsets: `[pools, seqs, 2, max_blocks]` int32, see `refresh_block_tables`.
+        backend: of every op, norm and rope included: the one that the step's options name, `"xla"` for `auto`.
 
     Returns:
         The state; the one passed in is donated. A row with a token past its pages or past `max_ctx` stores nothing and

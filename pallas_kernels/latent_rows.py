@@ -42,8 +42,9 @@ class PoolShape:
         """The ref of one latent."""
         return pool.at[layer, page, offset] if self.layout == "layer_major" else pool.at[page, layer, offset]
 
-    def holds(self, page: jax.Array) -> jax.Array:
-        return (page >= 0) & (page < self.num_pages)
+    def holds(self, page: jax.Array, offset: jax.Array | int = 0) -> jax.Array:
+        """Whether (page, offset) is a place of the pool."""
+        return (page >= 0) & (page < self.num_pages) & (offset >= 0) & (offset < self.page_size)
 
 
 def times_zero(x: jax.Array, piece: Piece) -> jax.Array:

@@ -33,7 +33,7 @@ def store_prepared(
         b, j = program("request", num_gen), program("token", width)
         i = b * width + j
         page, offset = pages[i], offsets[i]
-        writes = shape.holds(page) & ~overwritten(i, num_gen * width, (pages, page), (offsets, offset))
+        writes = shape.holds(page, offset) & ~overwritten(i, num_gen * width, (pages, page), (offsets, offset))
         move_rows(
             pool,
             shape,

@@ -35,8 +35,7 @@ def write_block_latents(
         b, j = program("request", num_gen), program("token", block_size)
         i = b * block_size + j
         page, offset = pages[i], offsets[i]
-        inside = shape.holds(page) & (offset >= 0) & (offset < shape.page_size)
-        writes = inside & ~overwritten(i, num_tokens, (pages, page), (offsets, offset))
+        writes = shape.holds(page, offset) & ~overwritten(i, num_tokens, (pages, page), (offsets, offset))
         move_rows(
             pool,
             shape,

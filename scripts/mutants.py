@@ -20,6 +20,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 COPIED = ("jdspark", "pallas_kernels", "torch_bridge", "tests", "pyproject.toml")
 SHORT, LONG = "test_kernel_has_the_bits_of_the_definition", "test_kernel_has_the_bits_of_the_definition_in_every_family"
+MANY = "test_kernel_with_many_tokens"
+POOL_WRITERS = ("store_gen_context", "store_prepared", "scatter_context", "write_block_latents")
 SECONDS = 600
 
 
@@ -74,7 +76,8 @@ MUTANTS = (
     pallas("block_placement", "(column < owned)", "(column <= owned)"),
     pallas("block_placement", "seq_lens[b] = length + block_size", "seq_lens[b] = length + block_size - 1"),
     pallas("write_block_latents", "block_latents.at[written, b, j]", "block_latents.at[written, b, 0]"),
-    pallas("write_block_latents", "writes = inside & ~overwritten", "writes = inside | ~overwritten"),
+    pallas("write_block_latents", "shape.holds(page, offset) & ~overwritten", "shape.holds(page, offset) | ~overwritten"),
+    pallas("store_prepared", "(offset < self.page_size)", "(offset <= self.page_size)", file="latent_rows"),
     pallas("write_block_latents", "same = piece.positions() + start > index", "same = piece.positions() + start < index",
            file="latent_rows"),
     pallas("prepare_step", "lost = count == 0", "lost = count < 0"),
@@ -92,6 +95,10 @@ MUTANTS = (
     pallas("markov_chain", "w1.at[jnp.minimum(token, num_tokens - 1)]", "w1.at[jnp.minimum(token + 1, num_tokens - 1)]"),
     pallas("next_tokens", "accepted[row, n - 1]", "accepted[row, 0]"),
     pallas("next_tokens", "row < num_contexts, 0, token", "row < 0, 0, token"),
+    pallas("scatter_context", "writes = (place >= 0) & ~overwritten(", "writes = (place >= 0) | overwritten("),
+    pallas("scatter_context", "index // width, -(-num_entries", "index // width + 99, -(-num_entries", file="latent_rows"),
+    pallas("store_gen_context", "lax.fori_loop(b // UNROLLED,", "lax.fori_loop(b // UNROLLED + 99,"),
+    triton("scatter_context", "(place >= 0) & (lost == 0)", "(place >= 0)"),
     # Triton
     triton("refresh_block_tables", "(encoded >= 0)", "(encoded > 0)"),
     triton("refresh_block_tables", "mask=inside, other=-1", "mask=inside, other=0"),
@@ -152,7 +159,7 @@ def try_mutant(mutant: Mutant) -> tuple[Mutant, str]:
         text = file.read_text()
         start = text.index(mutant.old, text.index(mutant.after))
         file.write_text(text[:start] + mutant.new + text[start + len(mutant.old) :])
-        if not run_test(folder, SHORT, mutant):
+        if not run_test(folder, SHORT, mutant) or (mutant.op in POOL_WRITERS and not run_test(folder, MANY, mutant)):
             return mutant, "killed"
         return mutant, "survived" if run_test(folder, LONG, mutant) else "killed by the long test"
 
@@ -168,6 +175,9 @@ def main() -> int:
         if mutant.old not in text[text.index(mutant.after) :]:
             parser.error(f"{mutant.file} has no {mutant.old!r} behind {mutant.after!r}: the list is out of date")
     started, survivors = time.monotonic(), []
+    for mutant in {(mutant.op, mutant.backend): mutant for mutant in chosen}.values():
+        if not run_test(ROOT, SHORT, mutant):
+            parser.error(f"the test of {mutant.op} on {mutant.backend} fails without any mutant")
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
         for mutant, fate in pool.map(try_mutant, chosen):
             print(f"{fate:24}{mutant.file}: {mutant.old}  ->  {mutant.new}", flush=True)

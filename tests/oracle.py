@@ -132,7 +132,7 @@ def write_block_latents(pool, block_latents, placement, *, layout="layer_major",
     for b in range(B):
         for j in range(block_size):
             page, offset = int(placement.pages[b, j]), int(placement.offsets[b, j])
-            if not 0 <= page < len(pages):
+            if not (0 <= page < len(pages) and 0 <= offset < pages.shape[2]):
                 continue
             if layer is None:
                 bits(pages)[page, :, offset] = bits(block_latents)[:, b, j]
@@ -182,13 +182,13 @@ def store_prepared(pool, latents, num_accepted, store_pages, store_offsets, *, l
     B, width = store_pages.shape
     for b in range(B):
         for j in range(width):
-            page = int(store_pages[b, j])
-            if 0 <= page < len(pages):
+            page, offset = int(store_pages[b, j]), int(store_offsets[b, j])
+            if 0 <= page < len(pages) and 0 <= offset < pages.shape[2]:
                 x = latents[b * width + j]
                 if j >= clip(num_accepted[b], 1, width):
                     with np.errstate(invalid="ignore"):
                         x = (x.astype(np.float32) * np.float32(0)).astype(x.dtype)
-                bits(pages)[page, :, int(store_offsets[b, j])] = bits(x)
+                bits(pages)[page, :, offset] = bits(x)
     return (pool,)
 
 

@@ -1,6 +1,7 @@
 """Names, signatures and refusals of the ops, the same in every place they live; and who may import whom."""
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -15,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jdspark import BackendUnavailable, ops
-from torch_bridge import compare, eager, to_torch
+from jdspark.ops.backends import has_kernel
+from torch_bridge import compare, eager, to_torch, triton_kernels
 from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, draw_case
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +60,15 @@ def test_one_op_has_one_name_and_one_signature_everywhere(op):
     if op in INTERFACE:
         assert jax_signature == INTERFACE[op]
     assert signature(getattr(eager, op)) == re.sub(r"(, \*)?, backend$", "", jax_signature)
-    for folder in ("jdspark/ops", "torch_bridge/eager"):
+    folders = ["jdspark/ops", "torch_bridge/eager"]
+    if op != "block_attention":
+        assert signature(getattr(triton_kernels, op)) == signature(getattr(eager, op))
+        folders.append("torch_bridge/triton_kernels")
+    if has_kernel(op, "pallas"):
+        kernel = getattr(importlib.import_module(f"pallas_kernels.{op}"), op)
+        assert signature(kernel) == signature(getattr(eager, op))
+        folders.append("pallas_kernels")
+    for folder in folders:
         assert (ROOT / folder / f"{op}.py").is_file(), "one op per file"
 
 

@@ -96,10 +96,11 @@ def test_switches_change_no_bit(params, backend):
                 backend=backend, fused_prologue=fused, overlap_context_projection=overlap, return_draft_logits=True
             )
             step = make_decode_step(SMALL_K3, GEOMETRY, options)
+            assert step.explain(params, 3)["prepare_step"].split()[0] == (backend if fused else "xla")
             state = dataclasses.replace(init_state(SMALL_K3, GEOMETRY), ctx_len=jnp.array([30, 9, 0, 0, 0, 0], jnp.int32))
             results.append(step(params, dataclasses.replace(state, pool=state.pool + 0.5), inputs))
     for other in results[1:]:
-        for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(results[0])):
+        for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(results[0]), strict=True):
             assert compare(ours, theirs)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jdspark.ops.backends import has_kernel
 from torch_bridge import compare, largest_difference
-from torch_bridge.cases import BOUNDS, EXACT_OPS, FAMILIES, SHAPES, draw_case
+from torch_bridge.cases import BOUNDS, EXACT_OPS, FAMILIES, SHAPES, draw_case, many_tokens
 from torch_bridge.parity import available_backends, has_op, run
 
 DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -35,6 +35,20 @@ def test_kernel_has_the_bits_of_the_definition(op, backend):
 @pytest.mark.parametrize(("op", "backend"), EXACT)
 def test_kernel_has_the_bits_of_the_definition_in_every_family(op, backend):
     check(op, backend, range(len(SHAPES) * len(FAMILIES)), seed=3)
+
+
+POOL_WRITERS = ["store_gen_context", "store_prepared", "scatter_context", "write_block_latents"]
+
+
+@pytest.mark.parametrize(("op", "backend"), [pair for pair in EXACT if pair[0] in POOL_WRITERS])
+def test_kernel_with_many_tokens(op, backend):
+    """More entries than are compared at once: a later write to the same place is found among all of them."""
+    if reason := available_backends(DEVICE)[backend]:
+        pytest.skip(reason)
+    case = many_tokens(op, 5)
+    (got,), (wanted,), (eager,) = (run(case, name, DEVICE) for name in (backend, "xla", "torch eager"))
+    assert compare(got, wanted)
+    assert compare(eager, wanted)
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -1,6 +1,7 @@
 """Which backend each op of a step runs on, and whether it says why."""
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdspark import StepOptions, init_state, make_decode_step, paths
-from jdspark.paths import FUSED_PROLOGUE_OPS, STEP_OPS, Path, choose_path, fastest, measured_times, step_paths
+from jdspark import StepOptions, init_state, make_decode_step, paths, store_prefill_context
+from jdspark.drafter import project_context
+from jdspark.ops import backends
+from jdspark.paths import FUSED_PROLOGUE_OPS, INEXACT_OPS, STEP_OPS, Path, choose_path, fastest, measured_times, step_paths
 from jdspark.presets import TINY
 from torch_bridge import compare
-from torch_bridge.whole_step import ScriptedTarget, compare_steps
+from torch_bridge.whole_step import ScriptedTarget, compare_steps, stored_latents
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="pins what happens on a CPU")
 
@@ -32,17 +35,21 @@ def test_the_measured_table_decides():
     assert fastest("block_attention", 1) == Path("xla", "no Pallas kernel was measured")
 
 
-def test_auto_is_plain_without_a_gpu_and_follows_the_table_with_one(monkeypatch, params):
+def test_auto_is_plain_until_the_switch_is_on(monkeypatch, params):
     options = StepOptions(fused_prologue=True)
     assert {path.backend for path in step_paths(params, options, 4).values()} == {"xla"}
     assert str(step_paths(params, options, 4)["accept_strict"]) == "xla (no GPU: JAX runs on cpu)"
     monkeypatch.setattr(paths.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(paths, "unsupported_device", lambda backend: None)
+    monkeypatch.setattr(paths, "why_unavailable", lambda backend: None)
+    assert {str(path) for path in step_paths(params, StepOptions(), 4).values()} == {"xla (fused_prologue is off)"}
     chosen = step_paths(params, options, 4)
-    assert {op: path.backend for op, path in chosen.items()} == {op: fastest(op, 4).backend for op in STEP_OPS}
-    off = step_paths(params, StepOptions(), 4)
-    assert {op for op, path in off.items() if path.why == "fused_prologue is off"} == set(FUSED_PROLOGUE_OPS)
-    monkeypatch.setattr(paths, "unsupported_device", lambda backend: "this GPU has 8.0")
+    exact = [op for op in STEP_OPS if op not in INEXACT_OPS]
+    assert {op: chosen[op].backend for op in exact} == {op: fastest(op, 4).backend for op in exact}
+    assert {chosen[op].backend for op in INEXACT_OPS} == {"xla"}, "a switch changes no bit"
+    explicit = step_paths(params, StepOptions(backend="pallas"), 4)
+    assert {op for op, path in explicit.items() if path.why == "fused_prologue is off"} == set(FUSED_PROLOGUE_OPS)
+    assert explicit["norm_rope"] == Path("pallas")
+    monkeypatch.setattr(paths, "why_unavailable", lambda backend: "this GPU has 8.0")
     assert chosen["prepare_step"] == Path("pallas")
     assert step_paths(params, options, 4)["prepare_step"] == Path("xla", "not pallas: this GPU has 8.0")
 
@@ -51,17 +58,31 @@ def test_an_older_gpu_is_named(monkeypatch):
     class Ampere:
         compute_capability = "8.0"
 
-    monkeypatch.setattr(paths.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(paths.jax, "devices", lambda: [Ampere()])
-    assert "Mosaic GPU needs compute capability 9.0 (Hopper), this GPU has 8.0" in paths.unsupported_device("pallas")
+    monkeypatch.setattr(backends.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(backends.jax, "devices", lambda: [Ampere()])
+    assert backends.why_unavailable("pallas") == "Mosaic GPU needs compute capability 9.0 (Hopper), this GPU has 8.0"
 
 
 def test_a_mask_row_of_another_dtype_stays_plain():
     options = StepOptions(backend="pallas", fused_prologue=True)
-    same = choose_path("noise_block", options, B=1, weights_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.bfloat16))
-    other = choose_path("noise_block", options, B=1, weights_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.float32))
+    same = choose_path("noise_block", options, B=1, embedding_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.bfloat16))
+    other = choose_path("noise_block", options, B=1, embedding_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.float32))
     assert same == Path("pallas")
     assert other == Path("xla", "not pallas: the trained mask row is float32, the embedding bfloat16")
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_prefill_and_step_store_one_arithmetic(params, geometry, backend):
+    """The same tokens through the prompt store and through the step's project_context on the same backend: equal bits."""
+    target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
+    target.grow(0, 30)
+    chunk = target.prompt(0, 0, 16)
+    state = init_state(TINY, geometry, dtype=jnp.float32)
+    project = jax.jit(functools.partial(project_context, backend=backend), static_argnums=1)
+    operands = (chunk["captured"], chunk["positions"], state.rope_cos, state.rope_sin)
+    wanted = project(params, TINY, *operands)
+    state = store_prefill_context(params, init_state(TINY, geometry, dtype=jnp.float32), **chunk, backend=backend)
+    assert compare(stored_latents(state, chunk["encoded_offsets"], chunk["positions"]), wanted)
 
 
 def test_explain_and_the_log_say_why(params, geometry, caplog):

@@ -305,6 +305,8 @@ def write_block_latents(rng: np.random.Generator, batch: Batch) -> Drawn:
     if batch.family == "hostile":
         pages[rng.random(pages.shape) < 0.3] = rng.choice([-9, shape.num_pages, 2**30])
     offsets = rng.integers(0, shape.page_size, pages.shape)
+    if batch.family == "hostile":
+        offsets[rng.random(pages.shape) < 0.2] = rng.choice([-1, shape.page_size, 2**30])
     block = shape.block_size
     parts: list[Any] = [
         int32(pages),
@@ -369,12 +371,15 @@ def store_prepared(rng: np.random.Generator, batch: Batch) -> Drawn:
     pages = rng.integers(-1, shape.num_pages, (shape.B, shape.K + 1))
     if batch.family == "hostile":
         pages[rng.random(pages.shape) < 0.3] = rng.choice([-9, shape.num_pages, 2**30])
+    offsets = rng.integers(0, shape.page_size, pages.shape)
+    if batch.family == "hostile":
+        offsets[rng.random(pages.shape) < 0.2] = rng.choice([-1, shape.page_size, 2**30])
     return {
         "pool": draw_pool(rng, shape),
         "latents": draw_latents(rng, batch, shape.B * (shape.K + 1), shape.L),
         "num_accepted": batch.num_accepted,
         "store_pages": int32(pages),
-        "store_offsets": int32(rng.integers(0, shape.page_size, pages.shape)),
+        "store_offsets": int32(offsets),
     }, {"layout": shape.layout}
 
 
@@ -477,6 +482,27 @@ BOUNDED_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
 
 BOUNDS = {"float32": 2e-5, "bfloat16": 2**-7}
 """Largest allowed `max|a - b| / max|b|` of a bounded op, by the weights' dtype: about 2^9 fp32 roundings, 1 to 2 bf16 ulps."""
+
+
+def many_tokens(op: str, seed: int) -> Case:
+    """A case of a pool writer with more entries than a kernel compares at once, many of them onto places taken later."""
+    rng = np.random.default_rng([seed, zlib.crc32(op.encode())])
+    shape = BatchShape(150, 7, 8, 4, 6, 1, "page_major", FLOAT32, L=1, D=2, max_batch=200, num_pages=40)
+    if op == "store_gen_context":
+        shape = dataclasses.replace(shape, B=40)
+    batch = draw_batch(rng, shape, "plain")
+    batch.block_tables[:] = batch.block_tables % 3
+    operands, static = EXACT_OPS[op](rng, batch)
+    while static.get("layer") is not None:
+        operands, static = EXACT_OPS[op](rng, batch)
+    if op == "scatter_context":  # its usual cases keep destinations apart, as the contract has them
+        num_tokens = 1100
+        operands |= {
+            "latents": normal(rng, num_tokens, 1, 2),
+            "rows": int32(rng.integers(0, 151, num_tokens)),
+            "positions": int32(rng.integers(0, 24, num_tokens)),
+        }
+    return Case(op, "many tokens", operands, static, "float32")
 
 
 def draw_case(op: str, index: int, seed: int, *, bounded: bool = False, shapes: tuple[BatchShape, ...] = SHAPES) -> Case:

@@ -42,6 +42,8 @@ def available_backends(device: str) -> dict[str, str | None]:
     reasons: dict[str, str | None] = dict.fromkeys(BACKENDS)
     reasons["triton"] = why_unavailable("triton")
     if device == "cpu":
+        if jax.default_backend() == "gpu":
+            reasons["pallas"] = "with a GPU in the machine its kernels are compiled for that (--device gpu)"
         reasons["triton"] = reasons["triton"] or "Triton kernels inside JAX need a GPU"
         if os.environ.get("TRITON_INTERPRET") != "1":
             reasons["torch triton"] = "on a CPU it needs TRITON_INTERPRET=1 in the environment"

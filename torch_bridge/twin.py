@@ -176,7 +176,7 @@ def prepare_with_triton(
     gen_num_accepted: torch.Tensor,
     latents_at: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> tuple[Prologue, torch.Tensor, BlockPlacement]:
-    """The same in two launches: `prepare_step` and `store_prepared`."""
+    """The same in two kernels, `prepare_step` and `store_prepared`, and a zeroed counter."""
     from . import triton_kernels
 
     config, geometry = state.config, state.geometry
@@ -218,7 +218,7 @@ def decode_step(
     """One decode step on torch tensors; see `jdspark.step.decode_step`.
 
     With `options.fused_prologue` the bookkeeping and the exact ops around it run as Triton kernels, else as the eager
-    chain. Nothing waits for the device, so a CUDA graph can capture the step.
+    chain. Nothing waits for the device, so a CUDA graph can capture the step (a fractional `options.force` aside).
 
     Args:
         given: floating-point results to use instead of computing them. Then only the exact ops are left, and the whole

@@ -151,6 +151,7 @@ def compare_steps(
     carried = twin.as_torch(state)
     options = dataclasses.replace(options or StepOptions(), return_intermediates=True)
     step = make_decode_step(config, geometry, options)
+    prefill_backend = "xla" if options.backend == "auto" else options.backend
     bound = WHOLE_STEP_BOUNDS[np.dtype(dtype).name]
     rows: dict[tuple[str, bool], Row] = {}
     accepted: list[list[int]] = []
@@ -174,7 +175,7 @@ def compare_steps(
         for first in (0, length // 2):
             chunk = target.prompt(slot, first, length // 2 if first == 0 else length - length // 2)
             alone = twin.as_torch(state)
-            state = store_prefill_context(params, state, **chunk)
+            state = store_prefill_context(params, state, **chunk, backend=prefill_backend)
             twin.store_prefill_context(torch_params, alone, **twin.as_torch(chunk))
             enter("prefill: pool", state.pool, alone.pool, bounded=True)
             latents = stored_latents(state, chunk["encoded_offsets"], chunk["positions"])

@@ -19,6 +19,9 @@ from .checks import (
     pool_dims,
 )
 
+MAX_CTX = 1 << 24
+"""The longest context: 16M tokens, so that sums over a batch stay inside int32."""
+
 
 def refresh_block_tables(encoded_offsets: Any, pool_idx: int, num_seqs: int, divisor: int) -> None:
     op = "refresh_block_tables"
@@ -39,7 +42,7 @@ def gen_prologue(
     expect(op, "ctx_len", ctx_len, {"max_batch+1": None}, INTEGERS)
     expect(op, "slots", slots, {"B": num_gen}, INTEGERS)
     expect_number(op, "block_size", block_size, 1)
-    expect_number(op, "max_ctx", max_ctx, 0)
+    expect_number(op, "max_ctx", max_ctx, 0, MAX_CTX)
     expect_number(op, "mask_token_id", mask_token_id, 0)
 
 
@@ -104,7 +107,7 @@ def advance_ctx_len(
     expect_gen_rows(op, first_row, num_gen, block_counts, "block_counts")
     expect_number(op, "page_size", page_size, 1)
     expect_number(op, "block_size", block_size, 1)
-    expect_number(op, "max_ctx", max_ctx, 0)
+    expect_number(op, "max_ctx", max_ctx, 0, MAX_CTX)
 
 
 def scatter_context(pool: Any, latents: Any, rows: Any, positions: Any, block_tables: Any, layout: Layout) -> None:
@@ -203,7 +206,10 @@ def norm_rope(latents: Any, positions: Any, kv_a_norm: Any, cos: Any, sin: Any) 
 def _norm_rope_weights(op: str, num_layers: int, width: int, kv_a_norm: Any, cos: Any, sin: Any) -> None:
     expect(op, "kv_a_norm", kv_a_norm, {"L": num_layers, "kv_lora_rank": None}, FLOATS)
     rope_dim = width - kv_a_norm.shape[1]
+    expect_number(op, "kv_lora_rank", kv_a_norm.shape[1], 1)
     expect_number(op, "the rope width D - kv_lora_rank", rope_dim, 0)
+    if rope_dim % 2:
+        raise ValueError(f"{op}: the rope width D - kv_lora_rank is {rope_dim}, expected an even number (rope rotates pairs)")
     expect(op, "cos", cos, {"length": None, "rope/2": rope_dim // 2}, ("float32",))
     expect(op, "sin", sin, {"length": cos.shape[0], "rope/2": rope_dim // 2}, ("float32",))
 

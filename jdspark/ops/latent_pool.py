@@ -27,12 +27,12 @@ def write_latents(
     """Write `latents [N, L, D]` (`[N, D]` for a single `layer`) at `pages [N]`, `offsets [N]`.
 
     Writes act in row order, so where two land on the same place the last one wins: XLA leaves that open, so the losers
-    are dropped first. A page outside the pool writes nothing.
+    are dropped first. A page outside the pool, or an offset outside its page, writes nothing.
     """
     pool = jnp.asarray(pool)
     num_pages = pool.shape[1] if layout == "layer_major" else pool.shape[0]
     page_size = pool.shape[2]
-    outside = (pages < 0) | (pages >= num_pages)
+    outside = (pages < 0) | (pages >= num_pages) | (offsets < 0) | (offsets >= page_size)
     places = jnp.where(outside, num_pages * page_size, pages * page_size + offsets)  # past the end: compared with nothing
     dropped = outside | overwritten(places, num_pages * page_size)
     # Dropped rows get distinct pages past the end: out of bounds for the scatter, and the indices stay unique.

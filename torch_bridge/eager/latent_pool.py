@@ -27,7 +27,7 @@ def write_latents(
     page_size = pool.shape[2]
     by_page = pool.transpose(0, 1) if layout == "layer_major" else pool
 
-    valid = (pages >= 0) & (pages < num_pages)
+    valid = (pages >= 0) & (pages < num_pages) & (offsets >= 0) & (offsets < page_size)
     destination = torch.where(valid, pages * page_size + offsets, -1)
     order = torch.arange(pages.shape[0], device=pool.device)
     last = last_writers(destination, num_pages * page_size)

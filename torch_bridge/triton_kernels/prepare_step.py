@@ -232,13 +232,10 @@ def prepare_step(
     mask_token_id: int,
     num_contexts: int = 0,
     advance: bool = True,
-    arrivals: torch.Tensor | None = None,
 ) -> PreparedStep:
-    """A step's bookkeeping in one launch, `ctx_len` advanced in place; see `jdspark.ops.prepare_step`.
+    """A step's bookkeeping, `ctx_len` advanced in place; see `jdspark.ops.prepare_step`.
 
-    Args:
-        arrivals: `[1]` int32, zero, and left at zero: programs count here who has read `ctx_len`. One serves all steps of
-            a stream; without it, making one is a launch more.
+    One launch, behind one that zeroes the counter of the programs which have read `ctx_len`.
     """
     import torch
 
@@ -260,16 +257,14 @@ def prepare_step(
     }
     if slots.shape[0] == 0:  # nothing to fuse
         return eager.prepare_step(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, **static)
-    if arrivals is None and advance:
-        arrivals = ctx_len.new_zeros(1, dtype=torch.int32)
     launch = _launch(encoded_offsets, accepted_tokens, ctx_len, **static, in_place=True)
     shapes = _output_shapes(encoded_offsets, accepted_tokens, ctx_len, num_contexts, block_size)
     out = {
         name: ctx_len if name == "ctx_len" else ctx_len.new_empty(shape, dtype=torch.bool if name == "upper" else torch.int32)
         for name, shape in shapes.items()
     }
-    inputs = [encoded_offsets, accepted_tokens, num_accepted.contiguous(), ctx_len, slots.contiguous()]
-    inputs.append(slots if arrivals is None else arrivals)
+    arrivals = ctx_len.new_zeros(1, dtype=torch.int32) if advance else slots
+    inputs = [encoded_offsets, accepted_tokens, num_accepted.contiguous(), ctx_len, slots.contiguous(), arrivals]
     launch_in_torch(prepare_step_kernel, [*inputs, *out.values()], launch)
     return _gathered(out, num_contexts)
 
