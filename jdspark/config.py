@@ -337,6 +337,9 @@ class StepOptions:
     """Backend of every op that has a kernel for it. `auto`: XLA; with `fused_prologue`, on a GPU, for each exact op the faster
     of XLA and Pallas by `op_times.json`. Name another backend in `store_prefill_context` as well: latents of one pool come
     from one arithmetic."""
+    float_backend: Backend | None = None
+    """Backend of the floating-point ops (`FloatBackends`, and the Markov chain with its product) if not `backend`'s choice.
+    `"triton"` runs every one of them from the source that the torch twin launches: the two steps then agree in every bit."""
     force: float = 0.0
     """Forced acceptance length, for measurements only (see `accept_strict`)."""
     return_draft_logits: bool = False
@@ -348,8 +351,9 @@ class StepOptions:
     def __post_init__(self) -> None:
         if not math.isfinite(self.force) or self.force < 0:
             raise ValueError(f"StepOptions: force is {self.force}, expected a finite number >= 0 (0 = off)")
-        if self.backend != "auto":
-            why_unavailable(self.backend)  # ValueError for an unknown name
+        for backend in (self.backend, self.float_backend):
+            if backend not in ("auto", None):
+                why_unavailable(backend)  # ValueError for an unknown name
 
     @classmethod
     def from_env(cls, **options: Any) -> StepOptions:

@@ -6,17 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from .config import DrafterConfig, Geometry
-from .ops import block_attention, context_latents, norm_rope
+from .ops import block_attention, context_latents, head_product, linear, norm_rope, rms_norm, rope, swiglu
+from .ops.backends import ALL_XLA, FloatBackends
 from .ops.block_placement import BlockPlacement
-from .ops.norm_rope import at_positions, rms_norm, rope
+from .ops.rope import at_positions
 from .ops.safety import safe_tokens
 from .params import DrafterParams, LayerParams
 from .rope import softmax_scale
-
-
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x @ weight.T`, rounded to the weight's dtype (the barrier keeps XLA from fusing the rounding away)."""
-    return jax.lax.optimization_barrier(x.astype(weight.dtype) @ weight.T)
 
 
 def project_context(
@@ -27,33 +23,45 @@ def project_context(
     rope_cos: jax.Array,
     rope_sin: jax.Array,
     *,
-    backend: str = "xla",
+    backends: FloatBackends = ALL_XLA,
 ) -> jax.Array:
     """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, T*H_t]`, `[N]` -> `[N, L, D]`."""
     assert params.fc is not None
     assert params.hidden_norm is not None
-    projected = rms_norm(linear(captured, params.fc), params.hidden_norm, config.rms_norm_eps)
+    eps = config.rms_norm_eps
+    projected = linear(captured, params.fc, backend=backends.linear)
+    projected = rms_norm(projected, params.hidden_norm, eps, backend=backends.rms_norm)
     return context_latents(
-        projected, positions, params.kv_a_proj, params.kv_a_layernorm, rope_cos, rope_sin, eps=config.rms_norm_eps,
-        backend=backend,
+        projected, positions, params.kv_a_proj, params.kv_a_layernorm, rope_cos, rope_sin, eps=eps,
+        backend=backends.norm_rope,
     )  # fmt: skip
 
 
-def absorbed_query(layer: LayerParams, config: DrafterConfig, h: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def absorbed_query(
+    layer: LayerParams,
+    config: DrafterConfig,
+    h: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    backends: FloatBackends = ALL_XLA,
+) -> jax.Array:
     """`[B, block, H]` -> `[B, block, heads, D]`: `q_nope @ k_b` beside the rotated `q_rope`."""
-    q_a = rms_norm(linear(h, layer.q_a_proj), layer.q_a_layernorm, config.rms_norm_eps)
+    q_a = linear(h, layer.q_a_proj, backend=backends.linear)
+    q_a = rms_norm(q_a, layer.q_a_layernorm, config.rms_norm_eps, backend=backends.rms_norm)
     head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    q = linear(q_a, layer.q_b_proj).reshape(*h.shape[:2], config.num_attention_heads, head_dim)
+    q = linear(q_a, layer.q_b_proj, backend=backends.linear).reshape(*h.shape[:2], config.num_attention_heads, head_dim)
     q_nope, q_rope = q[..., : config.qk_nope_head_dim], q[..., config.qk_nope_head_dim :]
-    q_latent = jax.lax.optimization_barrier(jnp.einsum("bthn,hnr->bthr", q_nope, layer.k_b))
-    return jnp.concatenate([q_latent, rope(q_rope, cos[:, :, None], sin[:, :, None])], axis=-1)
+    q_latent = head_product(q_nope, layer.k_b, backend=backends.head_product)
+    return jnp.concatenate([q_latent, rope(q_rope, cos[:, :, None], sin[:, :, None], backend=backends.rope)], axis=-1)
 
 
-def mlp(layer: LayerParams, h: jax.Array) -> jax.Array:
-    """SwiGLU: `down(silu(gate(h)) * up(h))`, SiLU and product in fp32."""
-    gate = linear(h, layer.gate_proj).astype(jnp.float32)
-    up = linear(h, layer.up_proj).astype(jnp.float32)
-    return linear((jax.nn.silu(gate) * up).astype(h.dtype), layer.down_proj)
+def mlp(layer: LayerParams, h: jax.Array, *, residual: jax.Array | None = None, backends: FloatBackends = ALL_XLA) -> jax.Array:
+    """SwiGLU: `down(silu(gate(h)) * up(h))`, SiLU and product in fp32; `residual +` that."""
+    gate = linear(h, layer.gate_proj, backend=backends.linear)
+    up = linear(h, layer.up_proj, backend=backends.linear)
+    activated = swiglu(gate, up, backend=backends.swiglu)
+    return linear(activated, layer.down_proj, residual=residual, backend=backends.linear)
 
 
 def draft_block(
@@ -68,8 +76,7 @@ def draft_block(
     rope_cos: jax.Array,
     rope_sin: jax.Array,
     *,
-    attention_backend: str = "xla",
-    norm_rope_backend: str = "xla",
+    backends: FloatBackends = ALL_XLA,
 ) -> tuple[jax.Array, jax.Array]:
     """One non-causal forward pass over every request's block.
 
@@ -78,26 +85,27 @@ def draft_block(
         query_positions: `[B, block_size]` int32.
         pool: the latent pool; read at `[0, advertised)` of each row of `placement.page_tables`.
         advertised: `[B]` int32.
+        backends: of each op.
 
     Returns:
         hidden states after the final norm `[B, block_size, H]`, and the block's latents `[L, B, block_size, D]`.
     """
     cos, sin = at_positions(rope_cos, query_positions), at_positions(rope_sin, query_positions)
-    scale = softmax_scale(config)
+    scale, eps = softmax_scale(config), config.rms_norm_eps
     h = noise
     latents = []
     for index, layer in enumerate(params.layers):
-        x = rms_norm(h, layer.input_layernorm, config.rms_norm_eps)
-        query = absorbed_query(layer, config, x, cos, sin)
-        compressed = linear(x, params.kv_a_proj[index])
+        x = rms_norm(h, layer.input_layernorm, eps, backend=backends.rms_norm)
+        query = absorbed_query(layer, config, x, cos, sin, backends=backends)
+        compressed = linear(x, params.kv_a_proj[index], backend=backends.linear)
         latent = norm_rope(
             compressed.reshape(-1, 1, config.latent_dim),
             query_positions.reshape(-1),
             params.kv_a_layernorm[index : index + 1],
             rope_cos,
             rope_sin,
-            eps=config.rms_norm_eps,
-            backend=norm_rope_backend,
+            eps=eps,
+            backend=backends.norm_rope,
         ).reshape(compressed.shape)
         latents.append(latent)
         attended = block_attention(
@@ -110,12 +118,13 @@ def draft_block(
             scale=scale,
             kv_lora_rank=config.kv_lora_rank,
             layout=geometry.layout,
-            backend=attention_backend,
+            backend=backends.block_attention,
         )
-        values = jax.lax.optimization_barrier(jnp.einsum("bthr,hvr->bthv", attended, layer.v_b))
-        h = h + linear(values.reshape(*h.shape[:2], -1), layer.o_proj)
-        h = h + mlp(layer, rms_norm(h, layer.post_attention_layernorm, config.rms_norm_eps))
-    return rms_norm(h, params.norm, config.rms_norm_eps), jnp.stack(latents)
+        values = head_product(attended, layer.v_b, transposed=True, backend=backends.head_product)
+        h = linear(values.reshape(*h.shape[:2], -1), layer.o_proj, residual=h, backend=backends.linear)
+        x = rms_norm(h, layer.post_attention_layernorm, eps, backend=backends.rms_norm)
+        h = mlp(layer, x, residual=h, backends=backends)
+    return rms_norm(h, params.norm, eps, backend=backends.rms_norm), jnp.stack(latents)
 
 
 def draft_slots(config: DrafterConfig, block_hidden: jax.Array, K: int) -> jax.Array:
@@ -124,13 +133,20 @@ def draft_slots(config: DrafterConfig, block_hidden: jax.Array, K: int) -> jax.A
     return block_hidden[:, first : first + K]
 
 
-def draft_logits(params: DrafterParams, slot_hidden: jax.Array) -> jax.Array:
+def draft_logits(params: DrafterParams, slot_hidden: jax.Array, *, backends: FloatBackends = ALL_XLA) -> jax.Array:
     """The target's output head on the draft slots: `[B, K, H]` -> `[B, K, V]` fp32, rounded to the head's dtype first."""
     assert params.lm_head is not None
-    return linear(slot_hidden, params.lm_head).astype(jnp.float32)
+    return linear(slot_hidden, params.lm_head, backend=backends.linear).astype(jnp.float32)
 
 
-def confidence_logits(params: DrafterParams, config: DrafterConfig, slot_hidden: jax.Array, previous: jax.Array) -> jax.Array:
+def confidence_logits(
+    params: DrafterParams,
+    config: DrafterConfig,
+    slot_hidden: jax.Array,
+    previous: jax.Array,
+    *,
+    backends: FloatBackends = ALL_XLA,
+) -> jax.Array:
     """The confidence head: `[B, K, H]` and the token before each slot `[B, K]` -> `[B, K]` fp32 logits.
 
     With `confidence_head_with_markov` its input is the slot's hidden state beside the Markov embedding of that token.
@@ -142,4 +158,5 @@ def confidence_logits(params: DrafterParams, config: DrafterConfig, slot_hidden:
         assert params.markov_w1 is not None
         embedded = params.markov_w1[safe_tokens(previous, params.markov_w1.shape[0])]
         x = jnp.concatenate([x, embedded.astype(x.dtype)], axis=-1)
-    return linear(x, params.confidence_proj)[..., 0].astype(jnp.float32) + params.confidence_bias.astype(jnp.float32)
+    product = linear(x, params.confidence_proj, backend=backends.linear)
+    return product[..., 0].astype(jnp.float32) + params.confidence_bias.astype(jnp.float32)

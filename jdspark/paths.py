@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import StepOptions
-from .ops.backends import has_kernel, why_unavailable
+from .ops.backends import FloatBackends, has_kernel, why_unavailable
 from .params import DrafterParams
 
 logger = logging.getLogger("jdspark")
@@ -22,13 +22,12 @@ FUSED_PROLOGUE_OPS = ("prepare_step", "store_prepared", "noise_block", "write_bl
 """Ops that leave the plain path only with `StepOptions.fused_prologue`: the bookkeeping around the drafter."""
 
 STEP_OPS = (
-    "accept_strict", "prepare_step", "norm_rope", "store_prepared", "noise_block", "block_attention",
-    "write_block_latents", "markov_chain", "next_tokens",
+    "accept_strict", "prepare_step", "linear", "rms_norm", "norm_rope", "store_prepared", "noise_block", "head_product", "rope",
+    "block_attention", "swiglu", "write_block_latents", "markov_chain", "next_tokens",
 )  # fmt: skip
-"""The ops of a decode step, in its order."""
+"""The ops of a decode step, in the order of their first call."""
 
-
-INEXACT_OPS = ("norm_rope", "block_attention")
+INEXACT_OPS = FloatBackends._fields
 """Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
 
 NO_OVERLAP = "the context projection has no side path yet, it runs behind accept_strict with the same bits"
@@ -73,7 +72,9 @@ def choose_path(op: str, options: StepOptions, *, B: int, embedding_dtype: Any, 
     if op in FUSED_PROLOGUE_OPS and not options.fused_prologue:
         return Path("xla", "fused_prologue is off")
     backend: str = options.backend
-    if backend == "auto":
+    if options.float_backend is not None and op in (*INEXACT_OPS, "markov_chain"):
+        backend = options.float_backend
+    elif backend == "auto":
         if not options.fused_prologue:
             return Path("xla", "fused_prologue is off")
         if op in INEXACT_OPS:
@@ -109,11 +110,14 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int) -> dict[str,
     }
     if options.overlap_context_projection:
         _log_once(f"overlap_context_projection is on, but not taken: {NO_OVERLAP}")
+    plain: dict[str, list[str]] = {}
     for op, path in paths.items():
         if options.fused_prologue and op in FUSED_PROLOGUE_OPS and path.backend == "xla":
             _log_once(f"fused_prologue is on, but {op} runs on the plain path: {path.why or "backend is 'xla'"}")
         elif path.why.startswith("not "):
-            _log_once(f"{op} runs on XLA, {path.why}")
+            plain.setdefault(path.why, []).append(op)
+    for why, names in plain.items():
+        _log_once(f"on XLA, {why}: {', '.join(names)}")
     return paths
 
 

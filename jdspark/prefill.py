@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .drafter import project_context
-from .ops.backends import has_kernel
+from .ops.backends import FloatBackends
 from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.safety import safe_block_counts, safe_slots
 from .params import DrafterParams
@@ -27,13 +27,14 @@ def token_bucket(num_tokens: int) -> int:
 
 
 @functools.cache
-def jitted_store(device: SingleDeviceSharding | None, backend: str) -> Any:
+def jitted_store(device: SingleDeviceSharding | None, backend: str, float_backend: str | None = None) -> Any:
     """The compiled store for states on one device."""
-    return pinned_jit(functools.partial(_store, backend), device, donate_argnums=1)
+    return pinned_jit(functools.partial(_store, backend, float_backend or backend), device, donate_argnums=1)
 
 
 def _store(
     backend: str,
+    float_backend: str,
     params: DrafterParams,
     changing: Changing,
     constant: DecodeState,
@@ -64,8 +65,8 @@ def _store(
     row_fits = jnp.ones(num_contexts, bool).at[row].min(fits | ~known)
     stored = known & row_fits[row]
 
-    norm_rope_backend = backend if backend == "xla" or has_kernel("norm_rope", backend) else "xla"
-    latents = project_context(params, config, captured, positions, state.rope_cos, state.rope_sin, backend=norm_rope_backend)
+    backends = FloatBackends.of(float_backend)
+    latents = project_context(params, config, captured, positions, state.rope_cos, state.rope_sin, backends=backends)
     pool = ops.scatter_context(
         state.pool, latents, jnp.where(stored, rows, -1), positions, block_tables, layout=geometry.layout, backend=backend
     )
@@ -94,6 +95,7 @@ def store_prefill_context(
     slots: Any,
     encoded_offsets: Any,
     backend: str = "xla",
+    float_backend: str | None = None,
 ) -> DecodeState:
     """Project a prompt chunk's captured hidden states and store their latents in its requests' pages.
 
@@ -109,6 +111,7 @@ def store_prefill_context(
         slots: `[num_contexts]` int32. A row in the dummy slot (a refused request) stores nothing.
         encoded_offsets: `[pools, seqs, 2, max_blocks]` int32, see `refresh_block_tables`.
         backend: of every op, norm and rope included: the one that the step's options name, `"xla"` for `auto`.
+        float_backend: of the floating-point ops, where the step's options name one.
 
     Returns:
         The state; the one passed in is donated. A row with a token past its pages or past `max_ctx` stores nothing and
@@ -149,5 +152,7 @@ def store_prefill_context(
     length = token_bucket(num_tokens)
     padded = (_padded(captured, length, 0), _padded(positions, length, 0), _padded(rows, length, -1))
     changing, constant = split(state)
-    changing = jitted_store(device_of(state), backend)(params, changing, constant, *padded, slots, encoded_offsets)
+    changing = jitted_store(device_of(state), backend, float_backend)(
+        params, changing, constant, *padded, slots, encoded_offsets
+    )
     return joined(changing, constant)

@@ -13,7 +13,7 @@ from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
 from .drafter import confidence_logits, draft_block, draft_logits, draft_slots, project_context
 from .ops.accept_strict import advances_force_counter
-from .ops.backends import BackendUnavailable, why_unavailable
+from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
 from .ops.checks import FLOATS, INTEGERS, expect
 from .params import Array, DrafterParams
 from .paths import NO_OVERLAP, step_paths
@@ -93,6 +93,7 @@ def decode_step(
     block_size = config.block_width(geometry.max_draft_len)
     pool, ctx_len, force_counter = state.pool, state.ctx_len, state.force_counter
     paths = step_paths(params, options, B)
+    backends = FloatBackends(**{op: paths[op].backend for op in FloatBackends._fields})
 
     accepted_tokens, num_accepted = ops.accept_strict(
         inputs.logits,
@@ -132,7 +133,7 @@ def decode_step(
             prepared.prologue.context_positions.reshape(-1),
             state.rope_cos,
             state.rope_sin,
-            backend=paths["norm_rope"].backend,
+            backends=backends,
         )
         pool = ops.store_prepared(
             pool,
@@ -158,8 +159,7 @@ def decode_step(
         )
         block_hidden, block_latents = draft_block(
             params, config, geometry, noise, prepared.prologue.query_positions, pool, prepared.placement, prepared.advertised,
-            state.rope_cos, state.rope_sin,
-            attention_backend=paths["block_attention"].backend, norm_rope_backend=paths["norm_rope"].backend,
+            state.rope_cos, state.rope_sin, backends=backends,
         )  # fmt: skip
         # The last layer's attention does not feed the latents; without this it could read after the write, and XLA would
         # copy the whole pool to allow it.
@@ -168,7 +168,7 @@ def decode_step(
             pool, block_latents, prepared.placement, layout=geometry.layout, backend=paths["write_block_latents"].backend
         )
         slot_hidden = draft_slots(config, block_hidden, K)
-        base_logits = draft_logits(params, slot_hidden)
+        base_logits = draft_logits(params, slot_hidden, backends=backends)
         if params.markov_w1 is not None and params.markov_w2 is not None:
             logits, draft_tokens = ops.markov_chain(
                 base_logits, prepared.prologue.bonus, params.markov_w1, params.markov_w2, backend=paths["markov_chain"].backend
@@ -177,7 +177,7 @@ def decode_step(
             logits, draft_tokens = base_logits, jnp.argmax(base_logits, axis=-1).astype(jnp.int32)
         if options.return_confidence:
             previous = jnp.concatenate([prepared.prologue.bonus[:, None], draft_tokens[:, :-1]], axis=1)
-            confidence = confidence_logits(params, config, slot_hidden, previous)
+            confidence = confidence_logits(params, config, slot_hidden, previous, backends=backends)
         floats |= {
             "block_latents": block_latents, "block_hidden": block_hidden, "base_logits": base_logits, "draft_logits": logits
         }  # fmt: skip
@@ -320,7 +320,9 @@ def make_decode_step(config: DrafterConfig, geometry: Geometry, options: StepOpt
     """
     options = StepOptions() if options is None else options
     geometry.check(config)
-    reason = None if options.backend == "auto" else why_unavailable(options.backend)
-    if reason is not None:
-        raise BackendUnavailable(f"make_decode_step: backend={options.backend!r} is not available: {reason}")
+    for field in ("backend", "float_backend"):
+        backend = getattr(options, field)
+        reason = None if backend in ("auto", None) else why_unavailable(backend)
+        if reason is not None:
+            raise BackendUnavailable(f"make_decode_step: {field}={backend!r} is not available: {reason}")
     return DecodeStep(config, geometry, options)

@@ -397,10 +397,7 @@ def next_tokens(rng: np.random.Generator, batch: Batch) -> Drawn:
 def markov_chain(rng: np.random.Generator, batch: Batch, exact: bool) -> Drawn:
     """With `exact` all values are small integers: every product and sum is exact, so the chain must agree in every bit."""
     shape = batch.shape
-    if exact:
-        draw: Callable[..., np.ndarray] = lambda *dims: rng.integers(-3, 4, dims).astype(np.float32)  # noqa: E731
-    else:
-        draw = lambda *dims: normal(rng, *dims)  # noqa: E731
+    draw = integers_or_normal(rng, FLOAT32, exact)
     base = draw(shape.B, max(shape.K, 1), shape.vocab)
     if batch.family == "special":
         base[:, :, rng.integers(0, shape.vocab)] = np.nan
@@ -432,15 +429,83 @@ def norm_rope(rng: np.random.Generator, batch: Batch) -> Drawn:
     return {"latents": latents, **{name: operands[name] for name in ("positions", "kv_a_norm", "cos", "sin")}}, static
 
 
+def integers_or_normal(rng: np.random.Generator, dtype: Any, exact: bool) -> Callable[..., np.ndarray]:
+    """Small integers, whose products and sums are exact, or standard normal values. No zeros: -1 * 0 is -0.0 until it is added
+    to something."""
+    if exact:
+        return lambda *dims: rng.choice(np.array([-3, -2, -1, 1, 2, 3], np.float32), dims).astype(dtype)
+    return lambda *dims: normal(rng, *dims, dtype=dtype)
+
+
+def linear(rng: np.random.Generator, batch: Batch, exact: bool) -> Drawn:
+    """Also a K and an N that no tile divides, another dtype of x, a residual."""
+    shape = batch.shape
+    draw = integers_or_normal(rng, shape.dtype, exact)
+    outer = (shape.B, shape.block_size) if rng.random() < 0.5 else (shape.B * (shape.K + 1),)
+    N, K = [(shape.D, shape.hidden), (shape.hidden, 3 * shape.D + 1), (shape.vocab, shape.rank)][int(rng.integers(0, 3))]
+    operands = {"x": draw(*outer, K), "weight": draw(N, K)}
+    if rng.random() < 0.3:
+        operands["x"] = operands["x"].astype(np.float32)
+    if rng.random() < 0.5:
+        operands["residual"] = draw(*outer, N)
+    return operands, {}
+
+
+def head_product(rng: np.random.Generator, batch: Batch, exact: bool) -> Drawn:
+    shape = batch.shape
+    draw = integers_or_normal(rng, shape.dtype, exact)
+    heads, rank, head_dim = 3, shape.D - 4, 16 if shape.D < 64 else 128
+    transposed = bool(rng.random() < 0.5)
+    x = draw(shape.B, shape.block_size, heads, rank if transposed else head_dim)
+    if exact:
+        x = np.sign(x).astype(shape.dtype)  # sums that bf16 holds, too: XLA on a CPU sums this product in bf16
+    return {"x": x, "weight": draw(heads, head_dim, rank)}, {"transposed": transposed}
+
+
+def rms_norm(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    rows = (shape.B, shape.block_size, shape.L)[: int(rng.integers(1, 4))]
+    weight = (shape.L, shape.hidden) if len(rows) == 3 and rng.random() < 0.5 else (shape.hidden,)
+    operands = {"x": normal(rng, *rows, shape.hidden, dtype=shape.dtype), "weight": normal(rng, *weight, dtype=shape.dtype)}
+    return operands, {"eps": 1e-5}
+
+
+def rope(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    pairs = int(rng.choice([1, 4, 32]))
+    angles = rng.uniform(-4, 4, (shape.B, shape.block_size, 1, pairs))
+    return {
+        "x": normal(rng, shape.B, shape.block_size, 3, 2 * pairs, dtype=shape.dtype),
+        "cos": np.cos(angles).astype(np.float32),
+        "sin": np.sin(angles).astype(np.float32),
+    }, {}
+
+
+def swiglu(rng: np.random.Generator, batch: Batch) -> Drawn:
+    shape = batch.shape
+    size = (shape.B, shape.block_size, shape.hidden)
+    gate = 4 * normal(rng, *size)
+    gate.reshape(-1)[:4] = [0.0, -0.0, 200.0, -200.0]
+    return {"gate": gate.astype(shape.dtype), "up": normal(rng, *size, dtype=shape.dtype)}, {}
+
+
 def block_attention(rng: np.random.Generator, batch: Batch) -> Drawn:
     shape = dataclasses.replace(batch.shape, max_blocks=min(batch.shape.max_blocks, 40))
     tables = np.clip(batch.block_tables[shape.num_contexts :, : shape.max_blocks], 0, shape.num_pages - 1)
     room = shape.max_blocks * shape.page_size
     advertised = rng.choice([0, 1, room // 2, room], shape.B)
+    if batch.family == "hostile":
+        tables[rng.random(tables.shape) < 0.1] = rng.choice([-1, shape.num_pages, 2**30])
     pool = draw_pool(rng, shape)
-    if advertised.max() == 0:
-        pool[:] = np.nan  # nothing of the pool is visible, so nothing of it may matter
-    heads, block = 2, shape.block_size
+    seen = np.zeros((shape.num_pages, shape.page_size), bool)
+    for row, length in zip(tables, advertised):
+        position = np.arange(length)
+        page, offset = row[position // shape.page_size], position % shape.page_size
+        exists = (page >= 0) & (page < shape.num_pages)
+        seen[page[exists], offset[exists]] = True
+    by_layer = pool if shape.layout == "layer_major" else pool.swapaxes(0, 1)
+    by_layer[:, ~seen] = np.nan  # what no row may see may not matter
+    heads, block = 8 if shape.hidden == K3["hidden"] else 2, shape.block_size
     return {
         "query": normal(rng, shape.B, block, heads, shape.D, dtype=shape.dtype),
         "block_latents": normal(rng, shape.B, block, shape.D, dtype=shape.dtype),
@@ -469,19 +534,37 @@ EXACT_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
     "accept_strict": accept_strict,
     "next_tokens": next_tokens,
     "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=True),
+    "linear": lambda rng, batch: linear(rng, batch, exact=True),
+    "head_product": lambda rng, batch: head_product(rng, batch, exact=True),
 }
-"""Ops whose backends must agree in every bit; the Markov product on integers, whose sums are exact."""
+"""Ops whose backends must agree in every bit; products on integers, whose sums are exact."""
+
+PRODUCT_OPS = ("markov_chain", "linear", "head_product")
+"""Exact ops that compute: Triton's interpreter is not to be trusted with their bf16 cases."""
 
 BOUNDED_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
     "norm_rope": norm_rope,
     "context_latents": context_latents,
     "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=False),
+    "linear": lambda rng, batch: linear(rng, batch, exact=False),
+    "head_product": lambda rng, batch: head_product(rng, batch, exact=False),
+    "rms_norm": rms_norm,
+    "rope": rope,
+    "swiglu": swiglu,
     "block_attention": block_attention,
 }
 """Ops whose backends may round differently, within `BOUNDS`."""
 
 BOUNDS = {"float32": 2e-5, "bfloat16": 2**-7}
 """Largest allowed `max|a - b| / max|b|` of a bounded op, by the weights' dtype: about 2^9 fp32 roundings, 1 to 2 bf16 ulps."""
+
+WIDER_BOUNDS = {("head_product", "bfloat16"): 2**-4}
+"""Batched bf16 products: XLA on a CPU sums them in bf16, and is itself 0.025 away from float64 at K = 128."""
+
+
+def bound_of(op: str, dtype: str) -> float:
+    """The bound of one bounded op."""
+    return WIDER_BOUNDS.get((op, dtype), BOUNDS[dtype])
 
 
 def many_tokens(op: str, seed: int) -> Case:
@@ -513,6 +596,5 @@ def draw_case(op: str, index: int, seed: int, *, bounded: bool = False, shapes: 
     batch = draw_batch(rng, shape, family)
     operands, static = (BOUNDED_OPS if bounded else EXACT_OPS)[op](rng, batch)
     label = f"{family}, B={shape.B} K={shape.K} P={shape.page_size} columns={shape.max_blocks} {shape.layout} {shape.dtype}"
-    return Case(
-        op, label, operands, static, shape.dtype.name, family == "strided", BOUNDS[shape.dtype.name] if bounded else None
-    )
+    bound = bound_of(op, shape.dtype.name) if bounded else None
+    return Case(op, label, operands, static, shape.dtype.name, family == "strided", bound)

@@ -24,7 +24,7 @@ from jdspark.step import Intermediates, StepInputs, StepOutputs
 from . import eager
 from .bridge import to_torch
 from .eager.advance_ctx_len import advertised_ctx_len
-from .eager.norm_rope import at_positions, rms_norm, rope
+from .eager.rope import at_positions
 from .eager.safety import safe_block_counts, safe_slots
 
 
@@ -39,37 +39,39 @@ def as_torch(tree: Any) -> Any:
     return jax.tree.map(convert, tree)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` in the weight's dtype."""
-    return x.to(weight.dtype) @ weight.T
+def float_ops(options: StepOptions) -> Any:
+    """The module of a step's floating-point ops: the Triton kernels if JAX takes them from there, else the eager chain."""
+    triton = (options.float_backend or options.backend) == "triton"
+    return importlib.import_module("torch_bridge.triton_kernels") if triton else eager
 
 
-def project_context(params: DrafterParams, state: DecodeState, captured: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, L, D]`."""
+def project_context(
+    params: DrafterParams, state: DecodeState, captured: torch.Tensor, positions: torch.Tensor, ops: Any = eager
+) -> torch.Tensor:
+    """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, L, D]`. `ops`: see `float_ops`, here and below."""
     assert params.fc is not None
     assert params.hidden_norm is not None
     eps = state.config.rms_norm_eps
-    projected = rms_norm(linear(captured, params.fc), params.hidden_norm, eps)
-    return eager.context_latents(
+    projected = ops.rms_norm(ops.linear(captured, params.fc), params.hidden_norm, eps)
+    return ops.context_latents(
         projected, positions, params.kv_a_proj, params.kv_a_layernorm, state.rope_cos, state.rope_sin, eps=eps
     )
 
 
 def absorbed_query(
-    layer: LayerParams, config: DrafterConfig, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    layer: LayerParams, config: DrafterConfig, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ops: Any = eager
 ) -> torch.Tensor:
     """`[B, block, H]` -> `[B, block, heads, D]`."""
-    q_a = rms_norm(linear(h, layer.q_a_proj), layer.q_a_layernorm, config.rms_norm_eps)
-    q = linear(q_a, layer.q_b_proj).unflatten(-1, (config.num_attention_heads, -1))
+    q_a = ops.rms_norm(ops.linear(h, layer.q_a_proj), layer.q_a_layernorm, config.rms_norm_eps)
+    q = ops.linear(q_a, layer.q_b_proj).unflatten(-1, (config.num_attention_heads, -1))
     q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-    q_latent = torch.einsum("bthn,hnr->bthr", q_nope, layer.k_b)
-    return torch.cat([q_latent, rope(q_rope, cos.unsqueeze(2), sin.unsqueeze(2))], dim=-1)
+    return torch.cat([ops.head_product(q_nope, layer.k_b), ops.rope(q_rope, cos.unsqueeze(2), sin.unsqueeze(2))], dim=-1)
 
 
-def mlp(layer: LayerParams, h: torch.Tensor) -> torch.Tensor:
-    """SwiGLU, SiLU and product in fp32."""
-    gate, up = linear(h, layer.gate_proj).float(), linear(h, layer.up_proj).float()
-    return linear((torch.nn.functional.silu(gate) * up).to(h.dtype), layer.down_proj)
+def mlp(layer: LayerParams, h: torch.Tensor, *, residual: torch.Tensor, ops: Any = eager) -> torch.Tensor:
+    """`residual +` SwiGLU."""
+    gate, up = ops.linear(h, layer.gate_proj), ops.linear(h, layer.up_proj)
+    return ops.linear(ops.swiglu(gate, up), layer.down_proj, residual=residual)
 
 
 def draft_block(
@@ -79,26 +81,28 @@ def draft_block(
     query_positions: torch.Tensor,
     placement: BlockPlacement,
     advertised: torch.Tensor,
+    ops: Any = eager,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The block's hidden states `[B, block_size, H]` and latents `[L, B, block_size, D]`."""
     config, geometry = state.config, state.geometry
+    eps = config.rms_norm_eps
     cos, sin = at_positions(state.rope_cos, query_positions), at_positions(state.rope_sin, query_positions)
     h = noise
     latents = []
     for index, layer in enumerate(params.layers):
-        x = rms_norm(h, layer.input_layernorm, config.rms_norm_eps)
-        query = absorbed_query(layer, config, x, cos, sin)
-        compressed = linear(x, params.kv_a_proj[index])
-        latent = eager.norm_rope(
+        x = ops.rms_norm(h, layer.input_layernorm, eps)
+        query = absorbed_query(layer, config, x, cos, sin, ops)
+        compressed = ops.linear(x, params.kv_a_proj[index])
+        latent = ops.norm_rope(
             compressed.reshape(-1, 1, config.latent_dim),
             query_positions.reshape(-1),
             params.kv_a_layernorm[index : index + 1],
             state.rope_cos,
             state.rope_sin,
-            eps=config.rms_norm_eps,
+            eps=eps,
         ).reshape(compressed.shape)
         latents.append(latent)
-        attended = eager.block_attention(
+        attended = ops.block_attention(
             query,
             latent,
             state.pool,
@@ -109,10 +113,10 @@ def draft_block(
             kv_lora_rank=config.kv_lora_rank,
             layout=geometry.layout,
         )
-        values = torch.einsum("bthr,hvr->bthv", attended, layer.v_b)
-        h = h + linear(values.flatten(-2), layer.o_proj)
-        h = h + mlp(layer, rms_norm(h, layer.post_attention_layernorm, config.rms_norm_eps))
-    return rms_norm(h, params.norm, config.rms_norm_eps), torch.stack(latents)
+        values = ops.head_product(attended, layer.v_b, transposed=True)
+        h = ops.linear(values.flatten(-2), layer.o_proj, residual=h)
+        h = mlp(layer, ops.rms_norm(h, layer.post_attention_layernorm, eps), residual=h, ops=ops)
+    return ops.rms_norm(h, params.norm, eps), torch.stack(latents)
 
 
 def prepare_with_eager_chain(
@@ -218,7 +222,8 @@ def decode_step(
     """One decode step on torch tensors; see `jdspark.step.decode_step`.
 
     With `options.fused_prologue` the bookkeeping and the exact ops around it run as Triton kernels, else as the eager
-    chain. Nothing waits for the device, so a CUDA graph can capture the step (a fractional `options.force` aside).
+    chain; the floating-point ops run where `float_ops` says. Nothing waits for the device, so a CUDA graph can capture the
+    step (a fractional `options.force` aside).
 
     Args:
         given: floating-point results to use instead of computing them. Then only the exact ops are left, and the whole
@@ -235,6 +240,7 @@ def decode_step(
     fused = options.fused_prologue and B > 0
     kernels: Any = importlib.import_module("torch_bridge.triton_kernels") if fused else eager
     prepare = prepare_with_triton if fused else prepare_with_eager_chain
+    float_kernels = float_ops(options)
 
     accepted_tokens, num_accepted = kernels.accept_strict(
         inputs.logits,
@@ -251,7 +257,7 @@ def decode_step(
 
     def context_latents_at(positions: torch.Tensor) -> torch.Tensor:
         if given is None:
-            floats["context_latents"] = project_context(params, state, inputs.captured, positions)
+            floats["context_latents"] = project_context(params, state, inputs.captured, positions, float_kernels)
         else:
             floats["context_latents"] = _present(given.context_latents)
         return floats["context_latents"]
@@ -274,15 +280,19 @@ def decode_step(
             mask_row=params.mask_token_embedding,
         )
         if given is None:
-            block_hidden, block_latents = draft_block(params, state, noise, prologue.query_positions, placement, advertised)
+            block_hidden, block_latents = draft_block(
+                params, state, noise, prologue.query_positions, placement, advertised, float_kernels
+            )
             assert params.lm_head is not None
             first = config.first_draft_slot
-            logits = linear(block_hidden[:, first : first + K], params.lm_head).float()
+            logits = float_kernels.linear(block_hidden[:, first : first + K], params.lm_head).float()
             base_logits = logits
             if params.markov_w1 is None or params.markov_w2 is None:
                 draft_tokens = logits.argmax(dim=-1).to(torch.int32)
             else:
-                logits, draft_tokens = kernels.markov_chain(base_logits, prologue.bonus, params.markov_w1, params.markov_w2)
+                logits, draft_tokens = float_kernels.markov_chain(
+                    base_logits, prologue.bonus, params.markov_w1, params.markov_w2
+                )
         else:
             block_hidden, block_latents = _present(given.block_hidden), _present(given.block_latents)
             base_logits, logits = _present(given.base_logits), _present(given.draft_logits)
@@ -324,10 +334,12 @@ def store_prefill_context(
     slots: torch.Tensor,
     encoded_offsets: torch.Tensor,
     given: torch.Tensor | None = None,
+    ops: Any = eager,
 ) -> DecodeState:
     """Store a prompt chunk's context in place; see `jdspark.store_prefill_context`.
 
     Args:
+        ops: see `float_ops`.
         given: `[N, L, D]` latents to store instead of computing them.
     """
     geometry, num_contexts = state.geometry, slots.shape[0]
@@ -337,7 +349,7 @@ def store_prefill_context(
     slots, rows, positions = safe_slots(slots, state.ctx_len), rows.long(), positions.long()
     limit = (safe_block_counts(block_counts, geometry.max_blocks_per_seq) * geometry.page_size).clamp(max=geometry.max_ctx)
     limit = torch.where(slots == geometry.dummy_slot, 0, limit)
-    latents = project_context(params, state, captured, positions) if given is None else given
+    latents = project_context(params, state, captured, positions, ops) if given is None else given
     for row in range(num_contexts):
         of_row = rows == row
         if not bool(of_row.any()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -58,3 +58,23 @@ def has_kernel(op: str, backend: str) -> bool:
         return importlib.util.find_spec(f"{package}.{op}") is not None
     except ModuleNotFoundError:
         return False
+
+
+class FloatBackends(NamedTuple):
+    """The backend of each floating-point op of the drafter: its last bits are those of that backend."""
+
+    linear: str = "xla"
+    head_product: str = "xla"
+    rms_norm: str = "xla"
+    rope: str = "xla"
+    swiglu: str = "xla"
+    norm_rope: str = "xla"
+    block_attention: str = "xla"
+
+    @classmethod
+    def of(cls, backend: str) -> FloatBackends:
+        """Each op on `backend` where it has a kernel for it, else on XLA."""
+        return cls(*(backend if backend == "xla" or has_kernel(op, backend) else "xla" for op in cls._fields))
+
+
+ALL_XLA = FloatBackends()

@@ -57,10 +57,10 @@ def pool_dims(op: str, pool: Any, layout: Layout) -> tuple[int, int, int, int]:
     return (first, second, page_size, width) if layout == "layer_major" else (second, first, page_size, width)
 
 
-def expect_same_dtype(op: str, name: str, array: Any, pool: Any) -> None:
-    """Latents are moved into the pool, never converted on the way."""
-    if dtype_name(array) != dtype_name(pool):
-        raise TypeError(f"{op}: {name} has dtype {dtype_name(array)} but the pool holds {dtype_name(pool)}; cast it first")
+def expect_same_dtype(op: str, name: str, array: Any, other: Any, other_name: str = "the pool") -> None:
+    """Latents are moved into the pool, never converted on the way; the operands of a product have one dtype."""
+    if dtype_name(array) != dtype_name(other):
+        raise TypeError(f"{op}: {name} has dtype {dtype_name(array)} but {other_name} holds {dtype_name(other)}; cast it first")
 
 
 def expect_gen_rows(op: str, first_row: int, num_gen: int, block_tables_or_counts: Any, name: str) -> None:

@@ -267,6 +267,54 @@ def block_attention(
     expect_number(op, "kv_lora_rank", kv_lora_rank, 1, width)
 
 
+def linear(x: Any, weight: Any, residual: Any) -> None:
+    op = "linear"
+    expect(op, "weight", weight, {"N": None, "K": None}, FLOATS)
+    expect(op, "x", x, {**_leading(x), "K": weight.shape[1]}, FLOATS)
+    if residual is not None:
+        outer = dict(zip(_leading(x), x.shape, strict=False))
+        expect(op, "residual", residual, {**outer, "N": weight.shape[0]}, FLOATS)
+
+
+def head_product(x: Any, weight: Any, transposed: bool) -> None:
+    op = "head_product"
+    expect(op, "x", x, {"B": None, "T": None, "heads": None, "K": None}, FLOATS)
+    heads, size = x.shape[2:]
+    dims: dict[str, int | None] = {"heads": heads, "K": size, "N": None}
+    expect(op, "weight", weight, {"heads": heads, "N": None, "K": size} if transposed else dims, FLOATS)
+    expect_same_dtype(op, "weight", weight, x, "x")
+
+
+def rms_norm(x: Any, weight: Any) -> None:
+    op = "rms_norm"
+    expect(op, "x", x, {**_leading(x), "H": None}, FLOATS)
+    names = ("L", "H") if len(getattr(weight, "shape", ())) > 1 else ("H",)
+    expect(op, "weight", weight, dict(zip(names, x.shape[-len(names) :], strict=False)), FLOATS)
+
+
+def rope(x: Any, cos: Any, sin: Any) -> None:
+    op = "rope"
+    expect(op, "x", x, {**_leading(x), "rope": None}, FLOATS)
+    expect_number(op, "the rank of x", len(x.shape), 2)
+    if x.shape[-1] % 2:
+        raise ValueError(f"{op}: x has an odd last axis, {x.shape[-1]}; rope rotates pairs")
+    outer = dict(zip(list(_leading(x))[:-1], x.shape, strict=False))
+    for name, table in (("cos", cos), ("sin", sin)):
+        expect(op, name, table, {**outer, "1": 1, "rope/2": x.shape[-1] // 2}, ("float32",))
+
+
+def swiglu(gate: Any, up: Any) -> None:
+    op = "swiglu"
+    expect(op, "gate", gate, {**_leading(gate), "I": None}, FLOATS)
+    expect(op, "up", up, dict(zip([*_leading(gate), "I"], gate.shape, strict=True)), FLOATS)
+    expect_same_dtype(op, "up", up, gate, "gate")
+
+
+def _leading(array: Any) -> dict[str, int | None]:
+    """Names for every axis but the last, of any size."""
+    return {f"axis {axis}": None for axis in range(len(getattr(array, "shape", (0,))) - 1)}
+
+
 def _block_tables(op: str, block_tables: Any) -> None:
     expect(op, "block_tables", block_tables, {"rows": None, "max_blocks": None}, INTEGERS)
     expect_number(op, "the width max_blocks of block_tables", block_tables.shape[1], 1)

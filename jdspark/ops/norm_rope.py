@@ -5,29 +5,8 @@ import jax.numpy as jnp
 
 from . import contracts
 from .backends import kernel
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis: `w * (x * rsqrt(mean(x^2) + eps))` in fp32, cast to x's dtype."""
-    x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (weight.astype(jnp.float32) * y).astype(x.dtype)
-
-
-def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate adjacent pairs (re, im) of the last axis: `(re*cos - im*sin, re*sin + im*cos)` in fp32, cast to x's dtype.
-
-    `cos`, `sin`: fp32, half of x's last axis, broadcast against the rest.
-    """
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
-    re, im = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([re * cos - im * sin, re * sin + im * cos], axis=-1)
-    return rotated.reshape(x.shape).astype(x.dtype)
-
-
-def at_positions(table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rows of a rope table; positions outside it are clipped (they belong to padding or to corrupted state)."""
-    return jnp.asarray(table)[jnp.clip(positions, 0, table.shape[0] - 1)]
+from .rms_norm import rms_norm
+from .rope import at_positions, rope
 
 
 def norm_rope(

@@ -11,15 +11,20 @@ from .block_attention import block_attention
 from .block_placement import block_placement
 from .context_latents import context_latents
 from .gen_prologue import gen_prologue
+from .head_product import head_product
+from .linear import linear
 from .markov_chain import markov_chain
 from .next_tokens import next_tokens
 from .noise_block import noise_block
 from .norm_rope import norm_rope
 from .prepare_step import prepare_step
 from .refresh_block_tables import refresh_block_tables
+from .rms_norm import rms_norm
+from .rope import rope
 from .scatter_context import scatter_context
 from .store_gen_context import store_gen_context
 from .store_prepared import store_prepared
+from .swiglu import swiglu
 from .write_block_latents import write_block_latents
 
 __all__ = [
@@ -32,14 +37,19 @@ __all__ = [
     "block_placement",
     "context_latents",
     "gen_prologue",
+    "head_product",
+    "linear",
     "markov_chain",
     "next_tokens",
     "noise_block",
     "norm_rope",
     "prepare_step",
     "refresh_block_tables",
+    "rms_norm",
+    "rope",
     "scatter_context",
     "store_gen_context",
     "store_prepared",
+    "swiglu",
     "write_block_latents",
 ]

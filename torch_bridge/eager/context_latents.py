@@ -4,6 +4,7 @@ import torch
 
 from jdspark.ops import contracts
 
+from .linear import linear
 from .norm_rope import norm_rope
 
 
@@ -22,5 +23,5 @@ def context_latents(
 
     num_layers, width, hidden = kv_a_proj.shape
     stacked = kv_a_proj.reshape(num_layers * width, hidden)
-    latents = (projected.to(kv_a_proj.dtype) @ stacked.T).reshape(-1, num_layers, width)
+    latents = linear(projected, stacked).reshape(-1, num_layers, width)
     return norm_rope(latents, positions, kv_a_norm, cos, sin, eps=eps)

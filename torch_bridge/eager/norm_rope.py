@@ -4,23 +4,8 @@ import torch
 
 from jdspark.ops import contracts
 
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last axis in fp32, cast to x's dtype."""
-    x32 = x.float()
-    y = x32 * torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return (weight.float() * y).to(x.dtype)
-
-
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate adjacent pairs of the last axis in fp32, cast to x's dtype."""
-    re, im = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([re * cos - im * sin, re * sin + im * cos], dim=-1).flatten(-2).to(x.dtype)
-
-
-def at_positions(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rows of a rope table; positions outside it are clipped."""
-    return table[positions.long().clamp(0, table.shape[0] - 1)]
+from .rms_norm import rms_norm
+from .rope import at_positions, rope
 
 
 def norm_rope(

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from jdspark.ops import contracts
 
+from .linear import linear
 from .norm_rope import norm_rope
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ def context_latents(
     *,
     eps: float,
 ) -> torch.Tensor:
-    """Every layer's latent of the projected context rows: cuBLAS's GEMM, then one launch; see `jdspark.ops.context_latents`.
+    """Every layer's latent of the projected context rows: `linear`, then `norm_rope`; see `jdspark.ops.context_latents`.
 
-    JAX has no launcher of its own for this op: its GEMM is XLA's on every backend, with `norm_rope` behind it.
+    JAX has no launcher of its own for this op: the definition there puts the two together.
     """
     contracts.context_latents(projected, positions, kv_a_proj, kv_a_norm, cos, sin)
 
     num_layers, width, hidden = kv_a_proj.shape
     stacked = kv_a_proj.reshape(num_layers * width, hidden)
-    latents = (projected.to(kv_a_proj.dtype) @ stacked.T).reshape(-1, num_layers, width)
+    latents = linear(projected, stacked).reshape(-1, num_layers, width)
     return norm_rope(latents, positions, kv_a_norm, cos, sin, eps=eps)

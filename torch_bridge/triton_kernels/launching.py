@@ -19,12 +19,31 @@ if TYPE_CHECKING:
     import torch
 
 
+def _let_the_interpreter_loop() -> None:
+    """Loop bounds that a kernel computes: Triton 3.6's interpreter keeps every number as an array of one element, which NumPy
+    2.5 no longer turns into an integer."""
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_index
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _let_the_interpreter_loop()
+
+
 class Launch(NamedTuple):
     """How a kernel is launched."""
 
     grid: tuple[int, ...]
     constexprs: dict[str, Any]
     num_warps: int = 4
+    num_stages: int = 3
 
 
 def power_of_2(size: int, at_most: int | None = None) -> int:
@@ -40,6 +59,23 @@ def strides(array: Any) -> tuple[int, ...]:
     return tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
 
 
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as JAX hands it to a kernel: row-major and at a multiple of 16 bytes, copied if it is not.
+
+    Both launchers then specialise a kernel alike: strides and alignment change the generated code, and with it, in an op that
+    computes, perhaps the bits.
+    """
+    import torch
+
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _options(launch: Launch) -> dict[str, Any]:
+    return {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+
+
 def launch_in_torch(kernel: Any, arrays: Sequence[torch.Tensor], launch: Launch) -> None:
     """Launch on the first tensor's device and its current stream; an empty grid launches nothing."""
     import torch
@@ -48,7 +84,7 @@ def launch_in_torch(kernel: Any, arrays: Sequence[torch.Tensor], launch: Launch)
         return
     device = arrays[0].device
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        kernel[launch.grid](*arrays, **launch.constexprs, num_warps=launch.num_warps, enable_fp_fusion=False)
+        kernel[launch.grid](*arrays, **launch.constexprs, **_options(launch))
 
 
 def launch_in_jax(
@@ -70,8 +106,7 @@ def launch_in_jax(
         kernel=kernel,
         out_shape=list(outputs),
         grid=launch.grid,
-        num_warps=launch.num_warps,
-        enable_fp_fusion=False,
+        **_options(launch),
         input_output_aliases=in_place or {},
         **launch.constexprs,
     )

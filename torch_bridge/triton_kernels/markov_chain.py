@@ -12,7 +12,8 @@ from jdspark.ops.safety import safe_tokens
 
 from .argmax import as_key, index_of_key, keep_better, order_of_key, value_order
 from .latent_pool import as_bits
-from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
+from .launching import Launch, launch_in_jax, launch_in_torch, pinned, power_of_2, strides
+from .linear import linear, linear_in_jax
 
 if TYPE_CHECKING:
     import torch
@@ -99,12 +100,13 @@ def _launch(slot: int, base_logits: Any, w1: Any) -> Launch:
 def markov_chain(
     base_logits: torch.Tensor, anchor: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pick the drafts left to right under the Markov bias, per slot one GEMM and one launch; see `jdspark.ops.markov_chain`."""
+    """Pick the drafts left to right under the Markov bias, per slot a product and a launch; see `jdspark.ops.markov_chain`."""
     import torch
 
     contracts.markov_chain(base_logits, anchor, w1, w2)
 
     num_gen, K, vocab_size = base_logits.shape
+    base_logits, w1 = pinned(base_logits), pinned(w1)
     device = base_logits.device
     corrected = torch.empty((num_gen, K, vocab_size), dtype=torch.float32, device=device)
     tokens = torch.empty((num_gen, K), dtype=torch.int32, device=device)
@@ -114,7 +116,7 @@ def markov_chain(
     partial = torch.empty((*_launch(0, base_logits, w1).grid, 2), dtype=torch.int32, device=device)
     previous_rows = w1[anchor.long().clamp(0, w1.shape[0] - 1)]
     for slot in range(K):
-        bias = previous_rows @ w2.T
+        bias = linear(previous_rows, w2)
         inputs = [base_logits, bias, w1, tokens, arrivals]
         outputs = [corrected, tokens, arrivals, previous_rows, partial]
         launch_in_torch(markov_slot_kernel, [*inputs, *outputs], _launch(slot, base_logits, w1))
@@ -132,8 +134,7 @@ def markov_chain_in_jax(base_logits: jax.Array, anchor: jax.Array, w1: jax.Array
     arrivals = jnp.zeros(num_gen, jnp.int32)
     previous_rows = w1[safe_tokens(jnp.asarray(anchor), w1.shape[0])]
     for slot in range(K):
-        # the barrier keeps the product's rounding to the weights' dtype
-        bias = jax.lax.optimization_barrier(previous_rows @ w2.T)
+        bias = linear_in_jax(previous_rows, w2)
         launch = _launch(slot, base_logits, w1)
         shapes = [corrected, tokens, arrivals, previous_rows]
         outputs = [*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes)]

@@ -26,7 +26,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from jdspark.ops import contracts
 
-from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
+from .launching import Launch, launch_in_jax, launch_in_torch, pinned, power_of_2, strides
 from .safety import clip
 
 if TYPE_CHECKING:
@@ -116,9 +116,11 @@ def norm_rope(
     """RMSNorm of the first `kv_lora_rank` numbers of each latent, RoPE of the rest, one launch; see `jdspark.ops.norm_rope`."""
     contracts.norm_rope(latents, positions, kv_a_norm, cos, sin)
 
+    latents, positions, kv_a_norm, cos, sin = (pinned(x) for x in (latents, positions, kv_a_norm, cos, sin))
     normed = latents.new_empty(latents.shape)
-    arrays = [latents, positions.contiguous(), kv_a_norm, cos, sin, normed]
-    launch_in_torch(norm_rope_kernel, arrays, _launch(latents, kv_a_norm, cos, sin, eps))
+    launch_in_torch(
+        norm_rope_kernel, [latents, positions, kv_a_norm, cos, sin, normed], _launch(latents, kv_a_norm, cos, sin, eps)
+    )
     return normed
 
 
