@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,6 +37,12 @@ K3_DSPARK = DrafterConfig(
     confidence_head_with_markov=True,
 )
 """Kimi K3's published MLA DSpark drafter."""
+
+K3_RANK = dataclasses.replace(K3_DSPARK, num_attention_heads=8, intermediate_size=1792)
+"""One of 8 tensor-parallel ranks of it: its heads and its part of the MLP; its share of the vocabulary is the output head's."""
+
+K3_RANK_VOCAB = 20480
+"""Rows of `lm_head` and `markov_w2` on one rank."""
 
 SMALL_K3 = dataclasses.replace(
     K3_DSPARK,
@@ -71,20 +80,38 @@ TINY = dataclasses.replace(
 """Everything as small as it can be, for tests that compile many variants."""
 
 
-def random_drafter(config: DrafterConfig, seed: int, *, dtype: str = "bfloat16", lm_head: bool = True) -> DrafterParams:
-    """Random weights, scaled so that activations stay near 1; `lm_head` adds a random target head."""
-    rng = np.random.default_rng(seed)
+def random_drafter(
+    config: DrafterConfig, seed: int, *, dtype: str = "bfloat16", lm_head: bool = True, on_device: bool = False
+) -> DrafterParams:
+    """Random weights, scaled so that activations stay near 1; `lm_head` adds a random target head.
 
-    def draw(name: str, shape: tuple[int, ...]) -> jnp.ndarray:
+    `on_device` draws them where they will live, other numbers than NumPy's, which takes long for billions of them.
+    """
+    rng, key = np.random.default_rng(seed), jax.random.key(seed)
+
+    def normal(name: str, shape: tuple[int, ...]) -> Any:
+        if on_device:
+            return jax.random.normal(jax.random.fold_in(key, zlib.crc32(name.encode())), shape, dtype)
+        return rng.standard_normal(shape)
+
+    def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
+        values = normal(name, shape)
         if "norm" in name:
-            values = 1 + 0.1 * rng.standard_normal(shape)
-        elif name.startswith(("embed_tokens", "markov_w1")):
-            values = rng.standard_normal(shape)
-        else:
-            values = rng.standard_normal(shape) / np.sqrt(shape[-1])
+            values = 1 + 0.1 * values
+        elif not name.startswith(("embed_tokens", "markov_w1")):
+            values = values / np.sqrt(shape[-1])
         return jnp.asarray(values, dtype)
 
     params = assemble_params(config, {name: draw(name, shape) for name, shape in required_shapes(config).items()})
     if lm_head:
         params = params.with_lm_head(draw("lm_head", (config.vocab_size, config.hidden_size)))
     return params
+
+
+def k3_rank_drafter(seed: int) -> DrafterParams:
+    """Random weights of `K3_RANK`, drawn on the device: 4 GB."""
+    params = random_drafter(K3_RANK, seed, lm_head=False, on_device=True)
+    markov_w2: Any = params.markov_w2
+    head = jax.random.normal(jax.random.key(seed + 1), (K3_RANK_VOCAB, K3_RANK.hidden_size), "bfloat16")
+    params = params.with_lm_head(head / jnp.sqrt(jnp.bfloat16(K3_RANK.hidden_size)))
+    return dataclasses.replace(params, markov_w2=markov_w2[:K3_RANK_VOCAB])

@@ -558,8 +558,9 @@ BOUNDED_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
 BOUNDS = {"float32": 2e-5, "bfloat16": 2**-7}
 """Largest allowed `max|a - b| / max|b|` of a bounded op, by the weights' dtype: about 2^9 fp32 roundings, 1 to 2 bf16 ulps."""
 
-WIDER_BOUNDS = {("head_product", "bfloat16"): 2**-4}
-"""Batched bf16 products: XLA on a CPU sums them in bf16, and is itself 0.025 away from float64 at K = 128."""
+WIDER_BOUNDS = {("head_product", "bfloat16"): 2**-4, ("linear", "bfloat16"): 2**-6}
+"""Batched bf16 products: XLA on a CPU sums them in bf16, and is itself 0.025 away from float64 at K = 128. With a residual a
+product is rounded twice."""
 
 
 def bound_of(op: str, dtype: str) -> float:

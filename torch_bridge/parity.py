@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def as_strided(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
-def run_torch(case: Case, backend: str, device: str) -> tuple[Any, ...]:
+def run_torch(case: Case, op: Callable[..., Any], device: str) -> tuple[Any, ...]:
     """A case on fresh torch tensors; strided cases get strided operands and int64 integers."""
 
     def operand(name: str, value: Any) -> Any:
@@ -108,13 +108,15 @@ def run_torch(case: Case, backend: str, device: str) -> tuple[Any, ...]:
         return as_strided(tensor)
 
     operands = {name: operand(name, value) for name, value in case.operands.items()}
-    module = eager if backend == "torch eager" else importlib.import_module("torch_bridge.triton_kernels")
-    return flat(getattr(module, case.op)(**operands, **case.static))
+    return flat(op(**operands, **case.static))
 
 
 def run(case: Case, backend: str, device: str) -> tuple[Any, ...]:
     """The outputs of a case on one backend."""
-    return run_torch(case, backend, device) if backend.startswith("torch") else run_jax(case, backend)
+    if not backend.startswith("torch"):
+        return run_jax(case, backend)
+    module = eager if backend == "torch eager" else importlib.import_module("torch_bridge.triton_kernels")
+    return run_torch(case, getattr(module, case.op), device)
 
 
 @dataclasses.dataclass
@@ -138,7 +140,9 @@ def check(case: Case, left: Sequence[Any], right: Sequence[Any], row: Row) -> No
     """Compare one case's outputs and enter the result into the row."""
     problems = []
     if case.bound is None:
-        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        if len(left) != len(right):
+            problems.append(f"{len(left)} results, expected {len(right)}")
+        for index, (a, b) in enumerate(zip(left, right)):
             comparison = compare(a, b)
             if not comparison:
                 problems.append(f"output {index}: {comparison.mismatches} elements differ, {comparison.detail}")
@@ -211,8 +215,8 @@ def run_parity(
                 row = rows.setdefault((name, other), Row(name, ("xla", other), bound=case.bound))
                 results[other] = run(case, other, device)
                 check(case, results[other], reference, row)
-            if op == "norm_rope" and device == "cuda":  # one arithmetic, one set of bits, whoever launches it
-                for other in ("pallas", "triton"):
+            if bounded and device == "cuda":  # one source, one set of bits, whoever launches it
+                for other in ("triton", "pallas") if op == "norm_rope" else ("triton",):
                     if other in results and "torch triton" in results:
                         row = kernels.setdefault(other, Row(op, ("torch triton", other)))
                         check(dataclasses.replace(case, bound=None), results[other], results["torch triton"], row)
@@ -220,6 +224,71 @@ def run_parity(
         (bounded_rows if bounded else exact_rows).extend(rows.values())
         exact_rows.extend([*kernels.values(), again])
     return exact_rows, bounded_rows
+
+
+def compare_candidate(
+    op: str,
+    candidate: Callable[..., Any],
+    *,
+    cases: int = 64,
+    seed: int = 0,
+    device: str = "cpu",
+    against: str = "xla",
+    shapes: tuple[BatchShape, ...] = SHAPES,
+) -> tuple[list[Row], list[Row]]:
+    """Compare somebody's own torch or Triton implementation of one op with one of ours: (bitwise rows, bounded rows).
+
+    Args:
+        candidate: called as `torch_bridge.eager.<op>` is: the same argument names on torch tensors of `device`, a pool and
+            `ctx_len` updated in place, the same results. It sees strided and int64 tensors, both layouts, hostile values.
+        device: `"cpu"` or `"cuda"`.
+        against: a backend of `BACKENDS`. Any but `"xla"` is compared bitwise, also where the op may round: then a candidate
+            is asked for the very bits of, say, `"torch triton"`.
+
+    Raises:
+        ValueError: unknown op or backend.
+    """
+    if op not in OP_NAMES:
+        raise ValueError(f"compare_candidate: unknown op {op!r}; known are {', '.join(OP_NAMES)}")
+    if against not in BACKENDS or not has_op(op, against):
+        raise ValueError(f"compare_candidate: {against!r} has no {op}; backends are {', '.join(BACKENDS)}")
+    exact_rows: list[Row] = []
+    bounded_rows: list[Row] = []
+    for bounded, draws in ((False, EXACT_OPS), (True, BOUNDED_OPS)):
+        if op not in draws:
+            continue
+        rows: dict[str, Row] = {}
+        for index in range(cases):
+            case = draw_case(op, index, seed, bounded=bounded, shapes=shapes)
+            if untrusted(case, against, device):
+                continue
+            if against != "xla":
+                case = dataclasses.replace(case, bound=None)
+            name = f"{op} {case.dtype}" if case.bound else op
+            row = rows.setdefault(name, Row(name, (against, "candidate"), bound=case.bound))
+            try:
+                result = run_torch(case, candidate, device)
+            except Exception as error:
+                row.cases += 1
+                row.failures.append(f"{case.label}: raised {type(error).__name__}: {error}")
+                continue
+            check(case, result, run(case, against, device), row)
+        (bounded_rows if bounded and against == "xla" else exact_rows).extend(rows.values())
+    return exact_rows, bounded_rows
+
+
+def load_candidate(name: str) -> Callable[..., Any]:
+    """`"module:function"`, the module importable from the current folder. Raises ValueError saying what is wrong."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{name!r} is not of the form module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} cannot be imported: {error}") from error
+    finally:
+        sys.path.pop(0)
 
 
 def parity_ok(exact_rows: Sequence[Row], bounded_rows: Sequence[Row]) -> bool:
@@ -253,7 +322,8 @@ def print_report(console: Console, exact_rows: Sequence[Row], bounded_rows: Sequ
     repeats = [row for row in exact_rows if row.repeats]
     across = [row for row in exact_rows if not row.repeats]
     same, runs = sum(row.passed for row in repeats), sum(row.cases for row in repeats)
-    console.print(f"repeated: {same}/{runs} cases gave the same bits in a second run")
+    if repeats:
+        console.print(f"repeated: {same}/{runs} cases gave the same bits in a second run")
     passed, total = sum(row.passed for row in across), sum(row.cases for row in across)
     if bounded_rows:
         within, of = sum(row.passed for row in bounded_rows), sum(row.cases for row in bounded_rows)
@@ -272,6 +342,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=64, help="random cases per op (default 64: every family on every shape)")
     parser.add_argument("--backends", help=f"comma-separated, of: {', '.join(BACKENDS[1:])} (default: those that run here)")
     parser.add_argument("--shapes", choices=("test", "k3"), default="test", help="k3: one rank of Kimi K3, for a GPU")
+    parser.add_argument("--candidate", metavar="MODULE:FUNCTION", help="your implementation of the one op that --ops names")
+    parser.add_argument("--against", default="xla", help="backend that the candidate is compared with (default xla)")
+    parser.add_argument("--whole-step", action="store_true", help="whole decode steps with the state carried, instead of ops")
+    parser.add_argument("--steps", type=int, help="of --whole-step (default 100 on a GPU, 2 on a CPU)")
+    parser.add_argument("--layouts", default="layer_major,page_major", help="pool layouts of --whole-step")
+    parser.add_argument("--batches", default="1,4", help="gen rows of --whole-step, of 1 and 4 (one of the 4 is a dummy)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
     args = parser.parse_args(argv)
@@ -281,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--ops: unknown {', '.join(unknown)}; known are {', '.join(OP_NAMES)}")
     if args.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before any Triton kernel is imported
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some of the memory, too
     backends = [name.strip() for name in args.backends.split(",")] if args.backends else None
     for backend in backends or []:
         if backend not in BACKENDS[1:]:
@@ -305,27 +383,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         parser.error(f"--device {args.device}: JAX has no such device: {error}")
 
+    candidate = None
+    if args.candidate:
+        if len(set(selected)) != 1:
+            parser.error("--candidate needs --ops with the one op that it implements")
+        try:
+            candidate = load_candidate(args.candidate)
+        except ValueError as error:
+            parser.error(f"--candidate: {error}")
+        if args.against not in BACKENDS or not has_op(args.ops, args.against):
+            parser.error(f"--against: {args.against!r} has no {args.ops}; backends are {', '.join(BACKENDS)}")
+        if reason := available_backends(platforms[args.device])[args.against]:
+            parser.error(f"--against: {args.against} is not available on {args.device}: {reason}")
+    steps = args.steps if args.steps is not None else {"cpu": 2, "gpu": 100}[args.device]
+    if steps < 1:
+        parser.error(f"--steps is {steps}, expected at least 1")
+    layouts, batches = args.layouts.split(","), args.batches.split(",")
+    if set(layouts) - {"layer_major", "page_major"} or set(batches) - {"1", "4"}:
+        parser.error(f"--layouts are layer_major and page_major, --batches 1 and 4; got {args.layouts} and {args.batches}")
+
     # XLA's fp32 products on a GPU are TF32 unless told otherwise, torch's are not
     jax.config.update("jax_default_matmul_precision", "highest")
     console = report_console()
+    shapes = K3_SHAPES if args.shapes == "k3" else SHAPES
     with jax.default_device(jax_device):
-        exact_rows, bounded_rows = run_parity(
-            selected,
-            args.cases,
-            args.seed,
-            platforms[args.device],
-            backends=backends,
-            shapes=K3_SHAPES if args.shapes == "k3" else SHAPES,
-            progress=console.is_terminal,
-        )
-    if args.json:
-        report = {
-            "exact": [dataclasses.asdict(r) for r in exact_rows],
-            "bounded": [dataclasses.asdict(r) for r in bounded_rows],
-        }
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if args.whole_step:
+            from .step_parity import print_step_report, run_step_parity
+
+            runs = list(
+                track(
+                    run_step_parity(
+                        platforms[args.device], steps, args.seed, layouts=layouts, batches=[int(B) for B in batches]
+                    ),
+                    "comparing steps",
+                    total=4 * len(layouts) * len(batches),
+                    transient=True,
+                    disable=not console.is_terminal,
+                )
+            )
+            _write_json(args.json, {"runs": [dataclasses.asdict(run) for run in runs]})
+            print_step_report(console, runs)
+            return 0 if runs and all(run.agreed for run in runs) else 1
+        if candidate is not None:
+            exact_rows, bounded_rows = compare_candidate(
+                args.ops,
+                candidate,
+                cases=args.cases,
+                seed=args.seed,
+                device=platforms[args.device],
+                against=args.against,
+                shapes=shapes,
+            )
+        else:
+            exact_rows, bounded_rows = run_parity(
+                selected,
+                args.cases,
+                args.seed,
+                platforms[args.device],
+                backends=backends,
+                shapes=shapes,
+                progress=console.is_terminal,
+            )
+    rows = {"exact": exact_rows, "bounded": bounded_rows}
+    _write_json(args.json, {kind: [dataclasses.asdict(row) for row in of_kind] for kind, of_kind in rows.items()})
     print_report(console, exact_rows, bounded_rows)
     return 0 if parity_ok(exact_rows, bounded_rows) else 1
+
+
+def _write_json(file: Path | None, report: dict[str, Any]) -> None:
+    if file:
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

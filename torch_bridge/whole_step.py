@@ -1,28 +1,34 @@
 """The whole jitted decode step against its torch twin, step by step, with a scripted target.
 
-Two comparisons run side by side:
+`compare_steps` runs anywhere, two comparisons side by side:
 - *exact*: a torch state that is carried through all steps gets JAX's floating-point results and does everything else
   itself. Every output, all bookkeeping and the whole pool must agree in every bit, however many steps lie behind.
 - *bounded*: from a copy of JAX's state before the step, the twin computes everything itself. The floating-point results
   must lie within `WHOLE_STEP_BOUNDS`.
+
+`compare_step_bits` needs a GPU: both sides launch every floating-point op from one Triton source, so nothing is given and
+nothing is bounded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import torch
 
 from jdspark.config import DrafterConfig, Geometry, StepOptions
 from jdspark.params import DrafterParams
 from jdspark.prefill import store_prefill_context
 from jdspark.state import DecodeState, init_state
-from jdspark.step import DecodeStep, StepInputs, make_decode_step
+from jdspark.step import DecodeStep, StepInputs, StepOutputs, make_decode_step
 
 from . import twin
-from .bridge import compare, largest_difference, to_numpy
+from .bridge import compare, largest_difference, to_numpy, to_torch
 from .cases import normal
 from .parity import Row, before_first_tie
 
@@ -40,6 +46,8 @@ class ScriptedTarget:
     config: DrafterConfig
     geometry: Geometry
     rng: np.random.Generator
+    vocab_size: int | None = None
+    """Columns of its logits; None: the config's."""
 
     def __post_init__(self) -> None:
         self._free = [int(page) for page in self.rng.permutation(self.geometry.num_pages)]
@@ -68,7 +76,9 @@ class ScriptedTarget:
     def step_inputs(self, draft_tokens: np.ndarray, slots: Sequence[int], context_slots: Sequence[int] = ()) -> StepInputs:
         """A verified batch: row b accepts a random prefix of its drafts, of any length from none to all."""
         B, K = draft_tokens.shape
-        logits = self.rng.standard_normal((len(context_slots) + B * (K + 1), self.config.vocab_size), np.float32)
+        logits = self.rng.standard_normal(
+            (len(context_slots) + B * (K + 1), self.vocab_size or self.config.vocab_size), np.float32
+        )
         gen = logits[len(context_slots) :].reshape(B, K + 1, -1)
         for b, prefix in enumerate(self.rng.integers(0, K + 1, B)):
             gen[b, np.arange(prefix), draft_tokens[b, :prefix]] += 50
@@ -92,6 +102,17 @@ class ScriptedTarget:
             "slots": np.array([slot], np.int32),
             "encoded_offsets": self.encoded_offsets([slot]),
         }
+
+    def chunks(self, slot: int, num_tokens: int) -> Iterator[dict[str, Any]]:
+        """A new request's prompt in two chunks, with pages for it and its first step."""
+        self.grow(slot, num_tokens + 2 * self.geometry.max_draft_len + 2)
+        for first in (0, num_tokens // 2):
+            yield self.prompt(slot, first, num_tokens // 2 if first == 0 else num_tokens - num_tokens // 2)
+
+    def grow_ahead(self, num_slots: int, ctx_len: Any) -> None:
+        """Pages for the next two steps of the first `num_slots` slots."""
+        for slot in range(num_slots):
+            self.grow(slot, int(to_numpy(ctx_len)[slot]) + 2 * (self.geometry.max_draft_len + 2))
 
 
 @dataclasses.dataclass
@@ -171,9 +192,7 @@ def compare_steps(
 
     def prefill(slot: int, length: int) -> None:
         nonlocal state, carried
-        target.grow(slot, length + 2 * geometry.max_draft_len + 2)
-        for first in (0, length // 2):
-            chunk = target.prompt(slot, first, length // 2 if first == 0 else length - length // 2)
+        for chunk in target.chunks(slot, length):
             alone = twin.as_torch(state)
             state = store_prefill_context(params, state, **chunk, backend=prefill_backend)
             twin.store_prefill_context(torch_params, alone, **twin.as_torch(chunk))
@@ -190,9 +209,7 @@ def compare_steps(
     new_slot = len(prompt_lens)
     draft_tokens = np.zeros((len(slots), geometry.max_draft_len), np.int32)
     for number in range(num_steps):
-        for slot in range(len(prompt_lens)):
-            length = int(to_numpy(state.ctx_len)[slot])
-            target.grow(slot, length + 2 * (geometry.max_draft_len + 2))
+        target.grow_ahead(len(prompt_lens), state.ctx_len)
         context_slots = []
         if number in context_steps:
             prefill(new_slot, 11)
@@ -233,3 +250,166 @@ def compare_steps(
         step,
         state,
     )
+
+
+class GraphTwin:
+    """The twin's step as CUDA graphs on one state, one for each shape of batch, captured at its first use."""
+
+    def __init__(self, params: DrafterParams, state: DecodeState, options: StepOptions):
+        self.params, self.state, self.options = params, state, options
+        self._captured: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, StepInputs, StepOutputs]] = {}
+
+    def __call__(self, inputs: StepInputs) -> StepOutputs:
+        """Replay the step on these inputs; the outputs are overwritten by the next call with their shapes."""
+        shapes = tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(inputs))
+        if shapes not in self._captured:
+            self._captured[shapes] = self._capture(inputs)
+        graph, static_inputs, outputs = self._captured[shapes]
+        for static, leaf in zip(jax.tree.leaves(static_inputs), jax.tree.leaves(inputs), strict=True):
+            static.copy_(leaf)
+        graph.replay()
+        return outputs
+
+    def _capture(self, inputs: StepInputs) -> tuple[torch.cuda.CUDAGraph, StepInputs, StepOutputs]:
+        static_inputs = jax.tree.map(torch.clone, inputs)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles, on a state of its own
+            scratch = jax.tree.map(torch.clone, self.state)
+            twin.decode_step(self.params, scratch, static_inputs, self.options)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs, _ = twin.decode_step(self.params, self.state, static_inputs, self.options)
+        return graph, static_inputs, outputs
+
+
+@dataclasses.dataclass
+class BitsReport:
+    """What a run of `compare_step_bits` showed."""
+
+    rows: list[Row]
+    """Bitwise, one per output, part of the state and intermediate, for the eager twin and for its CUDA graph."""
+    fast: dict[str, tuple[int, int]]
+    """Values of a fast step that differ from the shared source's, and how many there are, by output; from equal inputs."""
+    accepted: list[list[int]]
+    """`num_accepted` of every step's gen rows."""
+    step: DecodeStep
+    state: DecodeState
+
+    @property
+    def agreed(self) -> bool:
+        return all(row.passed == row.cases > 0 for row in self.rows)
+
+
+def compare_step_bits(
+    config: DrafterConfig,
+    params: DrafterParams,
+    geometry: Geometry,
+    *,
+    options: StepOptions,
+    fast_options: StepOptions | None = None,
+    graph: bool = True,
+    num_steps: int = 100,
+    prompt_lens: Sequence[int] = (37, 20),
+    dummy_rows: int = 1,
+    context_steps: Sequence[int] = (),
+    seed: int = 0,
+) -> BitsReport:
+    """Prefill some prompts, then run `num_steps` decode steps in JAX, in the eager twin and in its CUDA graph.
+
+    Three states are carried through, each by its own side. After each step every output, all floating-point results, the
+    whole pool and all bookkeeping are compared in every bit; a context row's prompt is stored by all three as well.
+
+    Args:
+        options: of all sides; its floating-point ops must run on `triton`.
+        fast_options: of a further JAX step from a copy of the state before each step, whose differences are counted.
+        graph: compare a CUDA graph of the twin as well.
+        prompt_lens, dummy_rows, context_steps: see `compare_steps`.
+
+    Raises:
+        ValueError: the options' floating-point ops do not run on `triton`.
+        BackendUnavailable: there is no GPU.
+    """
+    if (options.float_backend or options.backend) != "triton":
+        raise ValueError("compare_step_bits: the floating-point ops must have one source: StepOptions(float_backend='triton')")
+    options = dataclasses.replace(options, return_intermediates=True)
+    step = make_decode_step(config, geometry, options)
+    fast_step = None
+    if fast_options is not None:
+        fast_step = make_decode_step(config, geometry, dataclasses.replace(fast_options, return_intermediates=True))
+    assert params.lm_head is not None
+    rng = np.random.default_rng(seed)
+    target = ScriptedTarget(config, geometry, rng, params.lm_head.shape[0])
+    state = init_state(config, geometry, dtype=params.kv_a_proj.dtype)
+    state = dataclasses.replace(state, pool=jax.random.normal(jax.random.key(seed), state.pool.shape, state.pool.dtype))
+    torch_params = jax.tree.map(to_torch, params)
+    twins: dict[str, tuple[Callable[[StepInputs], StepOutputs], DecodeState]] = {}
+    eager_state, graph_state = twin.as_torch(state), twin.as_torch(state)
+    twins["torch"] = (lambda inputs: twin.decode_step(torch_params, eager_state, inputs, options)[0]), eager_state
+    if graph:
+        twins["torch graph"] = GraphTwin(torch_params, graph_state, options), graph_state
+    rows: dict[str, Row] = {}
+    fast: dict[str, tuple[int, int]] = {}
+    accepted: list[list[int]] = []
+
+    def enter(side: str, name: str, ours: Any, theirs: Any) -> None:
+        row = rows.setdefault(f"{side} {name}", Row(name, ("jax", side)))
+        comparison = compare(theirs, ours)
+        row.cases += 1
+        row.passed += comparison.equal
+        if not comparison:
+            row.failures.append(f"comparison {row.cases}: {comparison.mismatches} differ, {comparison.detail}")
+
+    def enter_state(side: str, theirs: DecodeState) -> None:
+        for name in ("pool", "ctx_len", "force_counter"):
+            enter(side, f"state: {name}", getattr(state, name), getattr(theirs, name))
+
+    def prefill(slot: int, length: int) -> None:
+        nonlocal state
+        for chunk in target.chunks(slot, length):
+            backend = "xla" if options.backend == "auto" else options.backend
+            state = store_prefill_context(params, state, **chunk, backend=backend, float_backend=options.float_backend)
+            for side, (_, theirs) in twins.items():
+                twin.store_prefill_context(torch_params, theirs, **twin.as_torch(chunk), ops=twin.float_ops(options))
+                enter_state(f"{side}, prefill", theirs)
+
+    for slot, length in enumerate(prompt_lens):
+        prefill(slot, length)
+    slots = [*range(len(prompt_lens)), *[geometry.dummy_slot] * dummy_rows]
+    new_slot = len(prompt_lens)
+    draft_tokens = np.zeros((len(slots), geometry.max_draft_len), np.int32)
+    for number in range(num_steps):
+        target.grow_ahead(len(prompt_lens), state.ctx_len)
+        context_slots = []
+        if number in context_steps:
+            prefill(new_slot, 11)
+            context_slots, new_slot = [new_slot], new_slot + 1
+        inputs = jax.tree.map(jnp.asarray, target.step_inputs(draft_tokens, slots, context_slots))
+        torch_inputs = jax.tree.map(to_torch, inputs)
+        fast_outputs = None
+        if fast_step is not None:
+            fast_outputs, _ = fast_step(params, jax.tree.map(jnp.copy, state), inputs)
+
+        outputs, state = step(params, state, inputs)
+
+        for side, (run_twin, their_state) in twins.items():
+            theirs = named_arrays(run_twin(torch_inputs))
+            for name, ours in named_arrays(outputs).items():
+                enter(side, name, ours, theirs[name])
+            enter_state(side, their_state)
+        if fast_outputs is not None:
+            for name, array in named_arrays(fast_outputs).items():
+                ours = named_arrays(outputs)[name]
+                differ, total = fast.get(name, (0, 0))
+                fast[name] = (differ + max(compare(array, ours).mismatches, 0), total + ours.size)
+
+        draft_tokens = to_numpy(outputs.draft_tokens)
+        accepted.append([int(n) for n in to_numpy(outputs.num_accepted)[len(context_slots) :]])
+    return BitsReport(list(rows.values()), fast, accepted, step, state)
+
+
+def named_arrays(outputs: StepOutputs) -> dict[str, Any]:
+    """Every array of a step's outputs that is there, intermediates included."""
+    parts = {**vars(outputs), **(vars(outputs.intermediates) if outputs.intermediates else {})}
+    return {name: part for name, part in parts.items() if part is not None and name != "intermediates"}

@@ -25,7 +25,7 @@ from .safety import clip
 if TYPE_CHECKING:
     import torch
 
-SPLITS = 32
+SPLITS = 64
 """The most programs that share one request's context."""
 
 

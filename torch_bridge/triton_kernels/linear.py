@@ -23,8 +23,8 @@ from .launching import Launch, launch_in_jax, launch_in_torch, pinned, power_of_
 if TYPE_CHECKING:
     import torch
 
-PROGRAMS = 528
-"""How many programs a product is split into if its K allows: four for each of an H200's processors."""
+PROGRAMS = 264
+"""How many programs a product is split into if its K allows: two for each of an H200's processors."""
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def product_launches(
     Args:
         strides: the weight's, from one column of the result to the next and along K.
     """
-    block_m, block_n, block_k, warps, stages = (64, 64, 128, 4, 4) if itemsize == 2 else (16, 64, 32, 4, 3)
+    block_m, block_n, block_k, warps, stages = (64, 64, 128, 4, 3) if itemsize == 2 else (16, 64, 32, 4, 3)
     block_n, block_k = max(16, power_of_2(N, at_most=block_n)), max(16, power_of_2(K, at_most=block_k))
     columns, k_tiles = triton.cdiv(N, block_n), triton.cdiv(K, block_k)
     most = max(1, min(PROGRAMS // (columns * heads), k_tiles // 2))
