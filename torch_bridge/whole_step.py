@@ -279,7 +279,8 @@ class GraphTwin:
             twin.decode_step(self.params, scratch, static_inputs, self.options)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # thread_local: JAX's own threads may allocate meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outputs, _ = twin.decode_step(self.params, self.state, static_inputs, self.options)
         return graph, static_inputs, outputs
 

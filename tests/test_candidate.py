@@ -1,0 +1,103 @@
+"""Somebody's own implementation of one op, compared with ours: right, wrong, broken and misnamed ones."""
+
+import os
+
+import pytest
+import torch
+
+from torch_bridge import eager
+from torch_bridge.parity import compare_candidate, main, parity_ok
+
+MODULE = """
+from torch_bridge import eager
+
+def right(pool, latents, ctx_len, slots, num_accepted, block_tables, block_counts, *, layout, first_row):
+    return eager.store_gen_context(
+        pool, latents, ctx_len, slots, num_accepted, block_tables, block_counts, layout=layout, first_row=first_row
+    )
+
+def zeroes_the_rejected(pool, latents, ctx_len, slots, num_accepted, block_tables, block_counts, *, layout, first_row):
+    tokens = latents.shape[0] // max(slots.shape[0], 1)
+    place = (ctx_len * 0).new_tensor(range(tokens)).to(latents.device)
+    kept = (place[None, :] < num_accepted[:, None].clamp(1, tokens)).reshape(-1, 1, 1)
+    latents = latents.where(kept, latents.new_zeros(()))
+    return right(pool, latents, ctx_len, slots, num_accepted, block_tables, block_counts, layout=layout, first_row=first_row)
+
+def broken(*operands, **static):
+    raise RuntimeError("not written yet")
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "my_ops.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "my_ops", raising=False)
+    assert os.getcwd() == str(tmp_path)
+    return "my_ops"
+
+
+def command(*arguments):
+    return main(["--ops", "store_gen_context", "--cases", "8", *arguments])
+
+
+def test_a_right_one_passes(module, capsys):
+    assert command("--candidate", f"{module}:right") == 0
+    assert "parity: 8/8 cases bit-identical" in capsys.readouterr().out
+
+
+def test_the_sign_of_a_rejected_token_is_noticed(module, capsys):
+    """A plausible mistake: zero instead of the product with zero."""
+    assert command("--candidate", f"{module}:zeroes_the_rejected") == 1
+    printed = capsys.readouterr().out
+    assert "MISMATCH store_gen_context (xla / candidate)" in printed
+    assert "0.0 against -0.0" in printed
+
+
+def test_one_that_raises_is_a_mismatch(module, capsys):
+    assert command("--candidate", f"{module}:broken") == 1
+    assert "raised RuntimeError" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--candidate", "my_ops"), "not of the form module:function"),
+        (("--candidate", "my_ops:nobody"), "has no attribute 'nobody'"),
+        (("--candidate", "nowhere_at_all:f"), "No module named"),
+        (("--candidate", "my_ops:right", "--ops", "store_gen_context,noise_block"), "the one op that it implements"),
+        (("--candidate", "my_ops:right", "--against", "cuda"), "'cuda' has no store_gen_context"),
+    ],
+)
+def test_a_wrong_call_is_explained(module, capsys, arguments, message):
+    with pytest.raises(SystemExit) as error:
+        command(*arguments)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_function_takes_bounded_ops_too():
+    exact, bounded = compare_candidate("rms_norm", lambda x, weight, *, eps: eager.rms_norm(x, weight, eps), cases=8)
+    assert not exact
+    assert {row.op for row in bounded} == {"rms_norm float32", "rms_norm bfloat16"}
+    assert parity_ok(exact, bounded)
+
+    def without_eps(x, weight, *, eps):
+        return eager.rms_norm(x + 0.01, weight, eps)
+
+    assert not parity_ok(*compare_candidate("rms_norm", without_eps, cases=8))
+
+
+def test_against_another_backend_every_op_is_bitwise():
+    same = lambda gate, up: eager.swiglu(gate, up)  # noqa: E731
+    exact, bounded = compare_candidate("swiglu", same, cases=4, against="torch eager")
+    assert parity_ok(exact, bounded)
+    assert not bounded
+    assert [row.bound for row in exact] == [None]
+    other = lambda gate, up: (gate.float() * torch.sigmoid(gate.float()) * up.float() * (1 + 2**-12)).to(gate.dtype)  # noqa: E731
+    assert not parity_ok(*compare_candidate("swiglu", other, cases=4, against="torch eager"))
+
+
+def test_an_unknown_op_is_named():
+    with pytest.raises(ValueError, match="unknown op 'softmax'"):
+        compare_candidate("softmax", lambda x: x)
