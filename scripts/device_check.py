@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one call: parity of every op on every backend at K3 rank shapes, the GPU tests, times.
+"""Everything that needs a GPU, in one call: parity of every op and of whole steps at K3 rank shapes, the GPU tests, times.
 
 `python scripts/device_check.py OUT_FOLDER` writes JSON and logs there and prints one table per part. The parity runs are
 split over processes that share the GPU, since most of their time is compilation.
@@ -18,6 +18,7 @@ GROUPS = (
     "accept_strict", "markov_chain", "prepare_step", "store_gen_context", "store_prepared,next_tokens",
     "scatter_context,gen_prologue", "write_block_latents", "block_placement,advance_ctx_len",
     "refresh_block_tables,noise_block", "norm_rope", "context_latents,block_attention",
+    "linear,head_product", "rms_norm,rope,swiglu",
 )  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=84, help="per op")
     parser.add_argument("--backends", help="of the parity runs, but for norm_rope's (default: all)")
     parser.add_argument("--limit", type=float, default=280, help="seconds for the parity runs and the tests")
-    parser.add_argument("--skip", default="", help="comma-separated, of parity, tests, times")
+    parser.add_argument("--skip", default="", help="comma-separated, of parity, tests, steps, times")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
@@ -49,11 +50,23 @@ def main() -> int:
                 *(["--backends", args.backends] if args.backends and names != "norm_rope" else []),
             )  # fmt: skip
     if "tests" not in skipped:
-        start("tests", "-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py", "-p", "no:cacheprovider", "-n", "5")
+        start(
+            "tests", "-m", "pytest", "-q", "-m", "gpu", "tests", "-k", "not hundred_steps", "-p", "no:cacheprovider", "-n", "5"
+        )
     failed = finish(running, started, args.limit)
+    if "steps" not in skipped:
+        combinations = [(layout, B) for layout in ("layer_major", "page_major") for B in ("1", "4")]
+        for layout, B in combinations:
+            start(
+                f"steps_{layout}_{B}", "-m", "torch_bridge.parity", "--whole-step", "--device", "gpu", "--layouts", layout,
+                "--batches", B, "--json", str(args.out / f"steps_{layout}_{B}.json"),
+            )  # fmt: skip
+        failed |= finish(running, started, args.limit + 250)
+        for layout, B in combinations:
+            print((args.out / f"steps_{layout}_{B}.log").read_text())
     if "times" not in skipped:  # alone on the GPU
         start("times", "scripts/time_ops.py", "--json", str(args.out / "op_times.json"))
-        failed |= finish(running, started, args.limit + 150)
+        failed |= finish(running, started, args.limit + 400)
         print((args.out / "times.log").read_text())
     if "parity" not in skipped:
         print_parity(sorted(args.out.glob("parity*.json")))

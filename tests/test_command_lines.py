@@ -1,5 +1,6 @@
 """`python -m torch_bridge.parity`, `jdspark info` and the demo, as a user meets them."""
 
+import functools
 import json
 import re
 import subprocess
@@ -10,7 +11,7 @@ import torch
 
 from jdspark import cli, save_drafter
 from jdspark.presets import TINY, random_drafter
-from torch_bridge import eager, parity
+from torch_bridge import eager, parity, step_parity
 
 
 def test_parity_report(capsys, tmp_path):
@@ -54,9 +55,33 @@ def test_parity_exits_1_past_a_bound(capsys, monkeypatch):
     assert "bounded: 0/4 cases within their bound" in capsys.readouterr().out
 
 
+def test_whole_steps(capsys, monkeypatch, tmp_path):
+    """A table row per combination and exit status 0, then 1 with a mistake in the twin; one combination of switches here."""
+    one = functools.partial(step_parity.run_step_parity, switches=[(True, False)])
+    monkeypatch.setattr(step_parity, "run_step_parity", one)
+    report = tmp_path / "report.json"
+    arguments = ["--whole-step", "--steps", "1", "--layouts", "page_major", "--batches", "1", "--json", str(report)]
+    assert parity.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"page_major │ 1 │ on    │ off     │ 1     │ (\d+)/\1 ", output)
+    assert output.splitlines()[-1].startswith("whole step: 1/1 combinations agree")
+    (run,) = json.loads(report.read_text())["runs"]
+    assert {"state: pool", "draft_tokens"} <= {row["op"] for row in run["exact_rows"]}
+    assert {row["bound"] for row in run["bounded_rows"]} == {1e-5}
+
+    original = eager.block_attention
+    monkeypatch.setattr(eager, "block_attention", lambda *a, **k: original(*a, **k) * 1.01)
+    assert parity.main(arguments) == 1
+    output = capsys.readouterr().out
+    assert "MISMATCH page_major B=1 fused=on overlap=off: block_hidden (torch): off by" in output
+    assert output.splitlines()[-1].startswith("whole step: 0/1 combinations agree")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--whole-step", "--steps", "0"], "--steps is 0, expected at least 1"),
+        (["--whole-step", "--batches", "2"], "--layouts are layer_major and page_major, --batches 1 and 4; got"),
         (["--ops", "softmax"], "--ops: unknown softmax; known are refresh_block_tables"),
         (["--cases", "0"], "--cases is 0, expected at least 1"),
         (["--seed", "-1"], "--seed is -1, expected 0 or more"),

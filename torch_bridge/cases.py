@@ -438,11 +438,11 @@ def integers_or_normal(rng: np.random.Generator, dtype: Any, exact: bool) -> Cal
 
 
 def linear(rng: np.random.Generator, batch: Batch, exact: bool) -> Drawn:
-    """Also a K and an N that no tile divides, another dtype of x, a residual."""
+    """Also a K and an N that no tile divides, a K that is split, another dtype of x, a residual."""
     shape = batch.shape
     draw = integers_or_normal(rng, shape.dtype, exact)
     outer = (shape.B, shape.block_size) if rng.random() < 0.5 else (shape.B * (shape.K + 1),)
-    N, K = [(shape.D, shape.hidden), (shape.hidden, 3 * shape.D + 1), (shape.vocab, shape.rank)][int(rng.integers(0, 3))]
+    N, K = [(shape.D, shape.hidden), (shape.hidden, 8 * shape.D - 1), (shape.vocab, shape.rank)][int(rng.integers(0, 3))]
     operands = {"x": draw(*outer, K), "weight": draw(N, K)}
     if rng.random() < 0.3:
         operands["x"] = operands["x"].astype(np.float32)
