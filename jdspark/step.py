@@ -17,7 +17,7 @@ from .ops.backends import BackendUnavailable, why_unavailable
 from .ops.checks import FLOATS, INTEGERS, expect
 from .params import Array, DrafterParams
 from .paths import NO_OVERLAP, step_paths
-from .state import Changing, DecodeState, check_state, device_of, joined, pinned_jit, split
+from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, pinned_jit, split
 
 
 @jax.tree_util.register_dataclass
@@ -268,13 +268,7 @@ class DecodeStep:
         expect(call, "logits", inputs.logits, rows, FLOATS)
         one_per_row = num_contexts > 0 and getattr(inputs.slots, "shape", None) == (num_contexts + B,)
         expect(call, "slots", inputs.slots, {"num_contexts + B": num_contexts + B} if one_per_row else {"B": B}, INTEGERS)
-        offsets_dims = {"pools": None, "seqs": None, "2": 2, "max_blocks_per_seq": geometry.max_blocks_per_seq}
-        expect(call, "encoded_offsets", inputs.encoded_offsets, offsets_dims, INTEGERS)
-        pools, seqs = inputs.encoded_offsets.shape[:2]
-        if geometry.pool_idx >= pools:
-            raise ValueError(f"{call}: encoded_offsets has {pools} pools, the geometry's pool_idx is {geometry.pool_idx}")
-        if num_contexts + B > seqs:
-            raise ValueError(f"{call}: encoded_offsets has {seqs} rows, the batch has {num_contexts + B}")
+        check_offsets(call, inputs.encoded_offsets, geometry, num_contexts + B)
         if inputs.captured is not None:
             captured_dims = {"B*(K+1)": B * (K + 1), "T*H_t": config.captured_size}
             expect(call, "captured", inputs.captured, captured_dims, FLOATS)
