@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -56,6 +58,49 @@ def mlp(layer: LayerParams, h: jax.Array) -> jax.Array:
     return linear((jax.nn.silu(gate) * up).astype(h.dtype), layer.down_proj)
 
 
+Attend = Callable[[int, jax.Array, jax.Array], jax.Array]
+"""`attend(layer, query [B, block, heads, D], block latents [B, block, D]) -> [B, block, heads, kv_lora_rank]`."""
+
+
+def block_layers(
+    params: DrafterParams,
+    config: DrafterConfig,
+    noise: jax.Array,
+    query_positions: jax.Array,
+    attend: Attend,
+    rope_cos: jax.Array,
+    rope_sin: jax.Array,
+    *,
+    norm_rope_backend: str = "xla",
+) -> tuple[jax.Array, jax.Array]:
+    """The drafter's layers over `[B, block_size, H]`, whatever holds the context: `attend` knows (a pool, or in training rows).
+
+    Returns hidden states after the final norm `[B, block_size, H]`, and the block's latents `[L, B, block_size, D]`.
+    """
+    cos, sin = at_positions(rope_cos, query_positions), at_positions(rope_sin, query_positions)
+    h = noise
+    latents = []
+    for index, layer in enumerate(params.layers):
+        x = rms_norm(h, layer.input_layernorm, config.rms_norm_eps)
+        query = absorbed_query(layer, config, x, cos, sin)
+        compressed = linear(x, params.kv_a_proj[index])
+        latent = norm_rope(
+            compressed.reshape(-1, 1, config.latent_dim),
+            query_positions.reshape(-1),
+            params.kv_a_layernorm[index : index + 1],
+            rope_cos,
+            rope_sin,
+            eps=config.rms_norm_eps,
+            backend=norm_rope_backend,
+        ).reshape(compressed.shape)
+        latents.append(latent)
+        attended = attend(index, query, latent)
+        values = jax.lax.optimization_barrier(jnp.einsum("bthr,hvr->bthv", attended, layer.v_b))
+        h = h + linear(values.reshape(*h.shape[:2], -1), layer.o_proj)
+        h = h + mlp(layer, rms_norm(h, layer.post_attention_layernorm, config.rms_norm_eps))
+    return rms_norm(h, params.norm, config.rms_norm_eps), jnp.stack(latents)
+
+
 def draft_block(
     params: DrafterParams,
     config: DrafterConfig,
@@ -82,40 +127,24 @@ def draft_block(
     Returns:
         hidden states after the final norm `[B, block_size, H]`, and the block's latents `[L, B, block_size, D]`.
     """
-    cos, sin = at_positions(rope_cos, query_positions), at_positions(rope_sin, query_positions)
-    scale = softmax_scale(config)
-    h = noise
-    latents = []
-    for index, layer in enumerate(params.layers):
-        x = rms_norm(h, layer.input_layernorm, config.rms_norm_eps)
-        query = absorbed_query(layer, config, x, cos, sin)
-        compressed = linear(x, params.kv_a_proj[index])
-        latent = norm_rope(
-            compressed.reshape(-1, 1, config.latent_dim),
-            query_positions.reshape(-1),
-            params.kv_a_layernorm[index : index + 1],
-            rope_cos,
-            rope_sin,
-            eps=config.rms_norm_eps,
-            backend=norm_rope_backend,
-        ).reshape(compressed.shape)
-        latents.append(latent)
-        attended = block_attention(
+
+    def attend(layer: int, query: jax.Array, block_latents: jax.Array) -> jax.Array:
+        return block_attention(
             query,
-            latent,
+            block_latents,
             pool,
             placement.page_tables,
             advertised,
-            layer=index,
-            scale=scale,
+            layer=layer,
+            scale=softmax_scale(config),
             kv_lora_rank=config.kv_lora_rank,
             layout=geometry.layout,
             backend=attention_backend,
         )
-        values = jax.lax.optimization_barrier(jnp.einsum("bthr,hvr->bthv", attended, layer.v_b))
-        h = h + linear(values.reshape(*h.shape[:2], -1), layer.o_proj)
-        h = h + mlp(layer, rms_norm(h, layer.post_attention_layernorm, config.rms_norm_eps))
-    return rms_norm(h, params.norm, config.rms_norm_eps), jnp.stack(latents)
+
+    return block_layers(
+        params, config, noise, query_positions, attend, rope_cos, rope_sin, norm_rope_backend=norm_rope_backend
+    )
 
 
 def draft_slots(config: DrafterConfig, block_hidden: jax.Array, K: int) -> jax.Array:
