@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .byte_lm import START, ByteTarget, decode, encode
+from .byte_lm import START, decode, encode
 from .config import StepOptions
 from .engine import Engine, RequestResult
+from .lossless import first_difference
 from .pretrained import FOLDER, Pair, load_pair
 from .sampling import SamplingParams
 
@@ -111,22 +112,6 @@ class Decoding:
             if show is not None:
                 show(number, tokens)
         return [engine.result(number) for number in range(len(self.prompts))]
-
-
-def first_difference(target: ByteTarget, prompt: Sequence[int], ours: Sequence[int], plain: Sequence[int]) -> dict[str, Any] | None:
-    """Where two greedy continuations part, and the target's logit margin there; None if they are the same.
-
-    A GEMM over K+1 rows rounds differently from one over a single row, so a near tie may fall either way.
-    """
-    if list(ours) == list(plain):
-        return None
-    at = next((i for i, (a, b) in enumerate(zip(ours, plain)) if a != b), min(len(ours), len(plain)))
-    tokens = np.array([[*prompt, *ours[:at]]], np.int32)
-    length = np.array([tokens.shape[1]], np.int32)
-    zero = np.zeros(1, np.int32)
-    logits, _, _ = target.prefill(target.init_cache(1, tokens.shape[1]), tokens, zero, length, zero)
-    best = np.sort(np.asarray(logits[0]))[::-1]
-    return {"token": at, "logit_margin": float(best[0] - best[1])}
 
 
 def summarize(args: argparse.Namespace, prompts: Sequence[str], run: Run) -> dict[str, Any]:
