@@ -269,6 +269,8 @@ class Engine:
         if not len(prompt):
             raise ValueError("Engine.submit: prompt_tokens is empty; a request needs at least one token to continue from")
         expect_number("Engine.submit", "max_new_tokens", max_new_tokens, 1)
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise TypeError(f"Engine.submit: sampling is a {type(sampling).__name__}, expected SamplingParams (None is greedy)")
         stops = frozenset(self._tokens("stop_tokens", stop_tokens).tolist())
         total, geometry = len(prompt) + max_new_tokens, self.geometry
         wanted = f"Engine.submit: {len(prompt)} prompt tokens and max_new_tokens={max_new_tokens}"
