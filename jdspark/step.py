@@ -37,11 +37,11 @@ class StepInputs:
     slots: Array
     """`[B]` int32: each gen request's slot; padding rows use the dummy slot `max_batch`. Or one per row, `[num_contexts + B]`:
     those of the context rows are not read, `store_prefill_context` has them."""
+    num_contexts: int = dataclasses.field(default=0, metadata={"static": True})
     sampling: ops.RowSampling | None = None
     """`[num_contexts + B]` each, with `StepOptions.sampling`: `positions` is that of the token behind the last known one."""
     draft_probabilities: Array = None
     """`[B, K, V']` float32, with `StepOptions.sampling`: what `draft_tokens` were drawn from."""
-    num_contexts: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

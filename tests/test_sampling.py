@@ -4,6 +4,7 @@ Distributions are compared by a chi-square test at a false-alarm probability of 
 passes always.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -13,8 +14,19 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from jdspark import Engine, SamplingParams, StepOptions, ops
-from jdspark.ops.randomness import TARGET, RowSampling, draw, gumbel_noise, token_keys
+from jdspark import (
+    Engine,
+    SamplingParams,
+    StepOptions,
+    init_state,
+    make_decode_step,
+    ops,
+    store_prefill_context,
+)
+from jdspark.ops.randomness import DRAFT, TARGET, RowSampling, draw, gumbel_noise, token_keys
+from jdspark.presets import TINY
+from torch_bridge import compare
+from torch_bridge.whole_step import ScriptedTarget
 
 from .hashed_target import BIGRAM, HashedTarget, bigram_drafter
 
@@ -182,6 +194,30 @@ def test_a_drafter_that_knows_the_target_is_always_accepted():
     assert (np.asarray(n) == K + 1).mean() > 0.999  # p and q may differ in their last bit
 
 
+def test_chosen_drafts_keep_the_distribution():
+    """A draft that was not drawn, with one at itself; q narrower than the target's vocabulary."""
+    count = 20_000
+    logits = np.random.default_rng(3).standard_normal(V).astype(np.float32)
+    q = jnp.tile(jnp.array([0.0, 1.0]), (count, 1, 1))
+    tokens, n = accept_sampled(jnp.tile(logits, (2 * count, 1)), jnp.ones((count, 1), jnp.int32), q, rows(count))
+    tokens, n = np.asarray(tokens), np.asarray(n)
+    p = exact_probabilities(logits, 1.0, 0, 1.0)
+    assert_same_distribution(np.bincount(tokens[:, 0], minlength=V), p)
+    assert ((n == 2) == (tokens[:, 0] == 1)).all()
+    assert_same_distribution(np.bincount(tokens[n == 2, 1], minlength=V), p)
+
+
+@pytest.mark.parametrize("draft", [-1, V, 2**31 - 1])
+def test_a_draft_outside_the_vocabulary_is_rejected(draft):
+    """Also where clipping would make a likely token of it."""
+    logits = np.full((2 * 100, V), -9, np.float32)
+    logits[:, [0, V - 1]] = 9
+    drafts = jnp.full((100, 1), draft, jnp.int32)
+    tokens, n = accept_sampled(logits, drafts, jnp.full((100, 1, V), 1e-6), rows(100))
+    assert (np.asarray(n) == 1).all()
+    assert set(np.asarray(tokens)[:, 0].tolist()) == {0, V - 1}
+
+
 def test_greedy_rows_equal_the_greedy_ops():
     """Bit for bit, with any draft probabilities, mixed with rows that sample, context rows first."""
     rng = np.random.default_rng(0)
@@ -193,6 +229,7 @@ def test_greedy_rows_equal_the_greedy_ops():
         drafts[row, : row % (K + 1)] = greedy_tokens[row, : row % (K + 1)]
     drafts[5, 2] = -1
     q = rng.dirichlet(np.ones(V), (B, K)).astype(np.float32)
+    q[3] = 0
     sampling = rows(contexts + B, temperature=0.0)
     temperature = sampling.temperature.at[jnp.array([0, 4])].set(1.0)
     mixed = sampling._replace(temperature=temperature)
@@ -235,7 +272,9 @@ def test_the_engine_keeps_the_targets_distribution(engine, drafting):
     """Joint distribution of five tokens, top 2 of 64 each: the first from the prompt, the others through decode steps."""
     if not drafting:
         engine = Engine(engine.target, BIGRAM, engine.params, geometry=engine.geometry, drafting=False)
-    prompt, count, length = [3, 1, 4, 1, 5], 1600, 5
+    # behind it token 0, which the first step verifies in place of drafts, is among the two whatever comes first
+    prompt, count, length = [55, 46, 10, 41, 2], 1600, 5
+    assert all(0 in np.argsort(-engine.target.logits([*prompt, v]))[:2] for v in np.argsort(-engine.target.logits(prompt))[:2])
     settings = (1.2, 2, 1.0)
     requests = [(prompt, SamplingParams(*settings, seed=1000 + number)) for number in range(count)]
     tokens = generated(engine, requests, length)
@@ -301,6 +340,68 @@ def test_one_compilation_per_bucket_while_sampling(engine, compilations):
         for count in (1, 3, 2):
             generated(engine, [([1], SamplingParams(temperature=1, seed=seed + n)) for n in range(count)], 4)
     assert not compilations
+
+
+@pytest.fixture
+def step_batch(params, geometry):
+    """A state with two requests, and a batch of one context row, these two and a padding row."""
+    target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
+    state = init_state(TINY, geometry, dtype=jnp.float32)
+    for slot in range(3):
+        target.grow(slot, 30)
+    for slot, length in ((0, 9), (1, 5)):
+        state = store_prefill_context(params, state, **target.prompt(slot, 0, length))
+    drafts = np.random.default_rng(1).integers(0, 64, (3, 4)).astype(np.int32)
+    return state, target.step_inputs(drafts, [0, 1, geometry.dummy_slot], [2])
+
+
+def test_a_step_that_samples_at_temperature_zero_is_the_greedy_step(params, geometry, step_batch):
+    state, inputs = step_batch
+    greedy = make_decode_step(TINY, geometry, StepOptions(return_draft_logits=True))
+    sampling = make_decode_step(TINY, geometry, StepOptions(return_draft_logits=True, sampling=True))
+    wanted, wanted_state = greedy(params, jax.tree.map(jnp.copy, state), inputs)
+    q = np.full((3, 4, 64), 1 / 64, np.float32)
+    inputs = dataclasses.replace(inputs, sampling=rows(4, temperature=0.0), draft_probabilities=q)
+    got, got_state = sampling(params, state, inputs)
+    drafted = got.draft_probabilities
+    assert compare(drafted, jax.nn.one_hot(wanted.draft_tokens, 64))
+    for a, b in zip(jax.tree.leaves(dataclasses.replace(got, draft_probabilities=None)), jax.tree.leaves(wanted), strict=True):
+        assert compare(a, b)
+    for a, b in zip(jax.tree.leaves(got_state), jax.tree.leaves(wanted_state), strict=True):
+        assert compare(a, b)
+
+
+def test_a_step_draws_each_row_by_its_own_settings(params, geometry, step_batch):
+    """The context row, a greedy row and a sampling row: the ops' own results, at the positions of each."""
+    state, inputs = step_batch
+    sampling = rows(4)._replace(temperature=jnp.array([2.0, 0.0, 1.5, 0.0]), positions=jnp.array([20, 10, 6, 0], jnp.int32))
+    q = jax.nn.one_hot(inputs.draft_tokens, 64)
+    step = make_decode_step(TINY, geometry, StepOptions(sampling=True, return_draft_logits=True))
+    outputs, _ = step(params, state, dataclasses.replace(inputs, sampling=sampling, draft_probabilities=q))
+    tokens, n = accept_sampled(inputs.logits, inputs.draft_tokens, q, sampling, num_contexts=1)
+    assert compare(outputs.accepted_tokens, tokens)
+    assert compare(outputs.num_accepted, n)
+    noise_row = sampling.positions[2] + n[2] + jnp.arange(4)
+    noise = gumbel_noise(token_keys(jnp.full(4, 2), noise_row, DRAFT), 64)
+    assert compare(outputs.draft_tokens[1], draw(noise, outputs.draft_probabilities[1]))
+    wanted = exact_probabilities(outputs.draft_logits[1, 0], 1.5, 0, 1.0)
+    np.testing.assert_allclose(outputs.draft_probabilities[1, 0], wanted, rtol=1e-4)
+
+
+def test_the_step_and_its_inputs_must_agree_about_sampling(params, geometry, step_batch):
+    state, inputs = step_batch
+    sampled = dataclasses.replace(inputs, sampling=rows(4), draft_probabilities=np.zeros((3, 4, 64), np.float32))
+    with pytest.raises(ValueError, match=r"inputs\.sampling is there, but the step was made with StepOptions\.sampling=False"):
+        make_decode_step(TINY, geometry)(params, state, sampled)
+    step = make_decode_step(TINY, geometry, StepOptions(sampling=True))
+    with pytest.raises(ValueError, match=r"inputs\.sampling is missing, but the step was made with StepOptions\.sampling=True"):
+        step(params, state, inputs)
+    with pytest.raises(ValueError, match=r"inputs\.draft_probabilities is missing"):
+        step(params, state, dataclasses.replace(sampled, draft_probabilities=None))
+    with pytest.raises(ValueError, match=r"sampling\.temperature has shape \[3\], expected \[rows=4\]"):
+        step(params, state, dataclasses.replace(sampled, sampling=rows(3)))
+    assert not state.pool.is_deleted()
+    assert {"accept_sampled", "sampled_chain"} < set(step.explain(params, 3))
 
 
 @pytest.mark.parametrize(
