@@ -3,7 +3,7 @@
 from .checkpoint import CheckpointError, inspect_checkpoint, load_drafter, save_drafter
 from .config import ConfigError, DrafterConfig, Geometry, StepOptions, YarnConfig
 from .engine import Engine, Event, RequestRefused, RequestResult
-from .ops import BackendUnavailable
+from .ops import BackendUnavailable, RowSampling
 from .pages import PageAllocator, PageError
 from .params import DrafterParams, LayerParams
 from .prefill import store_prefill_context
@@ -32,6 +32,7 @@ __all__ = [
     "RequestRefused",
     "RequestResult",
     "RequestSlots",
+    "RowSampling",
     "SamplingParams",
     "StepInputs",
     "StepOptions",

@@ -339,6 +339,9 @@ class StepOptions:
     from one arithmetic."""
     force: float = 0.0
     """Forced acceptance length, for measurements only (see `accept_strict`)."""
+    sampling: bool = False
+    """Rejection acceptance and drawn drafts, instead of greedy ones: the step then needs `StepInputs.sampling` and
+    `draft_probabilities`."""
     return_draft_logits: bool = False
     return_intermediates: bool = False
     """Also return the step's floating-point results (latents, block hidden states, logits), for drafter research."""
@@ -348,6 +351,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         if not math.isfinite(self.force) or self.force < 0:
             raise ValueError(f"StepOptions: force is {self.force}, expected a finite number >= 0 (0 = off)")
+        if self.sampling and self.force:
+            raise ValueError(f"StepOptions: force is {self.force} and sampling is on: an acceptance is drawn or forced")
         if self.backend != "auto":
             why_unavailable(self.backend)  # ValueError for an unknown name
 

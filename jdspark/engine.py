@@ -18,7 +18,7 @@ from .pages import PageAllocator
 from .params import DrafterParams
 from .prefill import store_prefill_context, token_bucket
 from .requests import RequestId, RequestSlots
-from .sampling import SamplingParams
+from .sampling import SamplingParams, row_sampling
 from .state import init_state
 from .step import StepInputs, StepOutputs, make_decode_step
 from .target import Target
@@ -79,6 +79,8 @@ class _Request:
     accepted_drafts: np.ndarray
     next_tokens: np.ndarray
     """`[K+1]`: what the target verifies next, the last token and its drafts."""
+    drawn_row: int = -1
+    """Where the last step's `draft_probabilities` have its drafts'; -1 if they were not drawn."""
     prefilled: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     steps: int = 0
@@ -139,11 +141,23 @@ def pages_needed(num_tokens: int, page_size: int, block_size: int) -> int:
 
 
 @jax.jit
-def _target_tokens(logits: jax.Array) -> jax.Array:
-    """The target's token after the first position of each row, `[B, ..., V]` -> `[B]`, with no draft involved."""
+def _target_tokens(logits: jax.Array, sampling: ops.RowSampling | None) -> jax.Array:
+    """The target's token after the first position of each row, `[B, ..., V]` -> `[B]`: no draft, None for greedy rows only."""
     first = logits.reshape(logits.shape[0], -1, logits.shape[-1])[:, 0]
-    tokens, _ = ops.accept_strict(first, jnp.zeros((first.shape[0], 0), jnp.int32))
+    rows, vocab_size = first.shape
+    no_drafts = jnp.zeros((rows, 0), jnp.int32)
+    if sampling is None:
+        tokens, _ = ops.accept_strict(first, no_drafts)
+    else:
+        tokens, _ = ops.accept_sampled(first, no_drafts, jnp.zeros((rows, 0, vocab_size)), sampling)
     return tokens[:, 0]
+
+
+@jax.jit
+def _draft_probabilities(drawn: jax.Array, rows: jax.Array, draft_tokens: jax.Array) -> jax.Array:
+    """`[B, K, V]`: row `rows[b]` of the last step's `[B', K, V]`; for -1, of drafts that were not drawn, one at each draft."""
+    chosen = jax.nn.one_hot(draft_tokens, drawn.shape[-1], dtype=jnp.float32)
+    return jnp.where((rows < 0)[:, None, None], chosen, drawn[rows])
 
 
 class Engine:
@@ -186,7 +200,7 @@ class Engine:
                 included), `page_size`, `layout` and `num_drafts` make one, with pages for `max_batch` requests of `max_len`.
             num_drafts: K, drafts per step; the geometry's `max_draft_len` unless given, 7 (or what the drafter's
                 `block_size` allows) without a geometry.
-            options: of the decode step; the engine itself sets `sampling`.
+            options: of the decode step; its `sampling` is the engine's own affair: on while a request samples.
             prefill_chunk: most prompt tokens of one request and step.
             prefill_budget: a step starts no further chunk once it has prefilled this many tokens.
 
@@ -219,7 +233,11 @@ class Engine:
         """Decode steps run so far, whatever their batch."""
         self._prefill_chunk, self._prefill_budget = prefill_chunk, prefill_budget
         self._block_size = config.block_width(geometry.max_draft_len)
-        self._decode_step = make_decode_step(config, geometry, options)
+        options = dataclasses.replace(StepOptions() if options is None else options, sampling=False)
+        self._greedy_step = make_decode_step(config, geometry, options)
+        self._sampling_step = make_decode_step(config, geometry, dataclasses.replace(options, sampling=True))
+        self._drawn: jax.Array | None = None
+        self._prefill_backend = "xla" if options.backend == "auto" else options.backend
         self._cache = target.init_cache(geometry.max_batch + 1, geometry.max_ctx + geometry.max_draft_len)
         self._state = init_state(config, geometry, dtype=params.kv_a_proj.dtype) if self.drafting else None
         self._slots = RequestSlots(geometry)
@@ -251,8 +269,8 @@ class Engine:
         if not len(prompt):
             raise ValueError("Engine.submit: prompt_tokens is empty; a request needs at least one token to continue from")
         expect_number("Engine.submit", "max_new_tokens", max_new_tokens, 1)
-        if sampling is not None and not sampling.greedy:
-            raise NotImplementedError("Engine.submit: sampling at a temperature above 0 is not there yet")
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise TypeError(f"Engine.submit: sampling is a {type(sampling).__name__}, expected SamplingParams (None is greedy)")
         stops = frozenset(self._tokens("stop_tokens", stop_tokens).tolist())
         total, geometry = len(prompt) + max_new_tokens, self.geometry
         wanted = f"Engine.submit: {len(prompt)} prompt tokens and max_new_tokens={max_new_tokens}"
@@ -329,8 +347,8 @@ class Engine:
         for request_id, tokens in first_tokens.items():
             request = self._prefilling.pop(request_id)
             self._generating[request_id] = request
-            # No drafts yet: the first step verifies zeros. They cost nothing, the shape is the same as ever, and one that
-            # happens to be the target's token is as good as a draft.
+            # No drafts yet: the first step verifies zeros, in the one shape that is compiled anyway. One that happens to be
+            # the target's token is as good as a draft.
             events.append(self._emit(request, tokens.tolist(), np.zeros(self.num_drafts, np.int32)))
         return events
 
@@ -389,11 +407,11 @@ class Engine:
                     rows=np.where(index < len(chunk), np.int32(0), np.int32(-1)),
                     slots=slots,
                     encoded_offsets=self._encoded_offsets([request]),
-                    backend="xla" if self._decode_step.options.backend == "auto" else self._decode_step.options.backend,
+                    backend=self._prefill_backend,
                 )
             request.prefilled += len(chunk)
             if request.prefilled == len(request.prompt):
-                first_tokens[request.request_id] = _target_tokens(logits)
+                first_tokens[request.request_id] = _target_tokens(logits, self._row_sampling([request], 1))
         return first_tokens
 
     def _decode(self, batch: list[_Request]) -> StepOutputs | jax.Array:
@@ -405,18 +423,45 @@ class Engine:
         slots[: len(batch)] = self._slots.slots([request.request_id for request in batch])
         for row, request in enumerate(batch):
             tokens[row], start[row] = request.next_tokens, request.cached
+        sampling = self._row_sampling(batch, rows)
         logits, captured, self._cache = self.target.verify(self._cache, tokens, start, slots)
         if self._state is None:
-            return _target_tokens(logits)
+            return _target_tokens(logits, sampling)
         inputs = StepInputs(
             logits=logits.reshape(-1, logits.shape[-1]),
             draft_tokens=tokens[:, 1:],
             captured=captured.reshape(-1, captured.shape[-1]),
             encoded_offsets=self._encoded_offsets(batch),
             slots=slots,
+            sampling=sampling,
+            draft_probabilities=None if sampling is None else self._probabilities_of(batch, tokens[:, 1:]),
         )
-        outputs, self._state = self._decode_step(self.params, self._state, inputs)
-        return dataclasses.replace(outputs, draft_logits=None, confidence=None, intermediates=None)
+        step = self._greedy_step if sampling is None else self._sampling_step
+        outputs, self._state = step(self.params, self._state, inputs)
+        self._drawn = outputs.draft_probabilities
+        for row, request in enumerate(batch):
+            request.drawn_row = -1 if sampling is None else row
+        return dataclasses.replace(
+            outputs, draft_probabilities=None, draft_logits=None, confidence=None, intermediates=None
+        )  # what stays on the device
+
+    def _probabilities_of(self, batch: list[_Request], draft_tokens: np.ndarray) -> jax.Array:
+        """What a batch's drafts were drawn from; rows move between steps."""
+        assert self.params.lm_head is not None
+        rows = np.full(len(draft_tokens), -1, np.int32)
+        rows[: len(batch)] = [request.drawn_row for request in batch]
+        drawn = self._drawn
+        if drawn is None:
+            drawn = jnp.zeros((1, self.num_drafts, self.params.lm_head.shape[0]))
+        return _draft_probabilities(drawn, rows, draft_tokens)
+
+    def _row_sampling(self, batch: list[_Request], rows: int) -> ops.RowSampling | None:
+        """How a batch samples, padded with greedy rows; None if no request of it samples."""
+        if all(request.sampling.greedy for request in batch):
+            return None
+        padding = rows - len(batch)
+        positions = [request.cached + 1 for request in batch] + [0] * padding
+        return row_sampling([request.sampling for request in batch] + [SamplingParams()] * padding, positions)
 
     def _accepted(self, outputs: Any, num_requests: int) -> Iterator[tuple[list[int], np.ndarray]]:
         """Each request's accepted tokens and its next drafts, from what the host read."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
+import numpy as np
+
+from .ops import RowSampling
 from .ops.checks import expect_number
 
 
@@ -41,3 +45,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether every token is the target's argmax."""
         return self.temperature == 0
+
+
+def row_sampling(requests: Sequence[SamplingParams], positions: Sequence[int]) -> RowSampling:
+    """The operands of the sampling ops for a batch: one row per request, `positions` `[rows]` that of its next token."""
+    return RowSampling(
+        temperature=np.array([request.temperature for request in requests], np.float32),
+        top_k=np.array([request.top_k for request in requests], np.int32),
+        top_p=np.array([request.top_p for request in requests], np.float32),
+        seeds=np.array([request.seed for request in requests], np.uint32),
+        positions=np.asarray(positions, np.int32),
+    )
