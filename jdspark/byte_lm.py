@@ -120,8 +120,7 @@ def assemble(config: ByteLMConfig, tensors: dict[str, Any]) -> ByteLMParams:
     """The pytree of tensors named as in `tensor_shapes`."""
     fields = [field.name for field in dataclasses.fields(ByteLMLayer)]
     layers = tuple(
-        ByteLMLayer(**{name: tensors[f"layers.{index}.{name}"] for name in fields})
-        for index in range(config.num_hidden_layers)
+        ByteLMLayer(**{name: tensors[f"layers.{index}.{name}"] for name in fields}) for index in range(config.num_hidden_layers)
     )
     return ByteLMParams(tensors["embed_tokens"], layers, tensors["norm"], tensors["lm_head"])
 
@@ -167,7 +166,8 @@ def forward(
         hidden states after the final norm `[B, T, H]` and the captured ones `[B, T, T_l*H]`, the outputs of
         `target_layer_ids` side by side.
     """
-    cos, sin = (at_positions(table, positions)[:, :, None] for table in rope_tables(config, config.max_position_embeddings))
+    tables = rope_tables(config, config.max_position_embeddings)
+    cos, sin = (at_positions(jnp.asarray(table), positions)[:, :, None] for table in tables)
     h = params.embed_tokens[tokens]
     captured = {}
     for index, layer in enumerate(params.layers):

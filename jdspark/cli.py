@@ -127,7 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     info.add_argument("checkpoint", nargs="?", type=Path, help="a folder with config.json and *.safetensors")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     generate.add_arguments(
-        commands.add_parser("generate", help="continue a text with the shipped target and drafter, and say what drafting was worth")
+        commands.add_parser(
+            "generate", help="continue a text with the shipped target and drafter, and say what drafting was worth"
+        )
     )
     lossless.add_arguments(
         commands.add_parser("lossless", help="compare greedy text with drafting to the target's own, on held-out source files")

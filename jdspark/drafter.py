@@ -142,9 +142,7 @@ def draft_block(
             backend=attention_backend,
         )
 
-    return block_layers(
-        params, config, noise, query_positions, attend, rope_cos, rope_sin, norm_rope_backend=norm_rope_backend
-    )
+    return block_layers(params, config, noise, query_positions, attend, rope_cos, rope_sin, norm_rope_backend=norm_rope_backend)
 
 
 def draft_slots(config: DrafterConfig, block_hidden: jax.Array, K: int) -> jax.Array:

@@ -29,8 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `jdspark generate`."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; without one, --file or standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from this file")
-    parser.add_argument("--batch", action="store_true",
-                        help="many prompts at once: all PROMPTs, or one per line of --file or standard input (\\n for a newline)")  # fmt: skip
+    parser.add_argument(
+        "--batch",
+        action="store_true",
+        help="many prompts at once: all PROMPTs, or one per line of --file or standard input (\\n for a newline)",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=256, help="bytes per prompt (default 256)")
     parser.add_argument("--compare", action="store_true", help="decode without drafting, too, and compare text, steps and time")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -39,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest; 0 is all")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that make up this probability")
     parser.add_argument("--seed", type=int, default=0, help="of the first prompt; the next ones count up")
-    parser.add_argument("--pair", type=Path, default=FOLDER, help="folder with target/ and drafter/ (default: the shipped pair)")
+    parser.add_argument(
+        "--pair", type=Path, default=FOLDER, help="folder with target/ and drafter/ (default: the shipped pair)"
+    )
     parser.add_argument("--drafts", type=int, default=7, help="drafts per step, 1..7 (default 7)")
     parser.add_argument("--max-batch", type=int, default=8, help="prompts decoded at the same time (default 8)")
     parser.add_argument("--layout", choices=("layer_major", "page_major"), default="layer_major", help="of the latent pool")
@@ -108,9 +113,9 @@ class Decoding:
         for number, prompt in enumerate(self.prompts):
             sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed + number)
             engine.submit(prompt, max_new_tokens=max_new_tokens, stop_tokens=[START], sampling=sampling, request_id=number)
-        for number, tokens in engine.stream():
+        for request_id, tokens in engine.stream():
             if show is not None:
-                show(number, tokens)
+                show(request_id, tokens)
         return [engine.result(number) for number in range(len(self.prompts))]
 
 
@@ -159,8 +164,19 @@ def compare(decoding: Decoding, run: Run) -> dict[str, Any]:
     }
 
 
+def check_plot(path: Path) -> None:
+    """Raise ValueError, before anything is decoded, if no chart can be written to this file."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'jdspark[cli]'") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds or not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: expected a file in an existing folder that ends in one of {', '.join(sorted(kinds))}")
+
+
 def plot(path: Path, figures: dict[str, Any]) -> None:
-    """A bar chart of acceptance by position. Needs matplotlib."""
+    """A bar chart of acceptance by position."""
     from matplotlib.figure import Figure
 
     shares = figures["acceptance_by_position"]
@@ -201,6 +217,8 @@ def run_generate(args: argparse.Namespace) -> int:
         raise ValueError(f"--drafts is {args.drafts}, expected 1..7")
     if args.max_new_tokens < 1 or args.max_batch < 1:
         raise ValueError("--max-new-tokens and --max-batch must be at least 1")
+    if args.plot is not None:
+        check_plot(args.plot)
     prompts = read_prompts(args)
     pair = load_pair(args.pair)
     decoding = Decoding(pair, args, prompts)

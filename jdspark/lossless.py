@@ -88,12 +88,18 @@ def held_out_prompts(count: int, folder: Path | None = None, seed: int = 0) -> l
 
 
 def decode_all(
-    pair: Pair, setting: Setting, prompts: Sequence[bytes], *, max_new_tokens: int, num_drafts: int, drafting: bool
+    pair: Pair,
+    setting: Setting,
+    prompts: Sequence[bytes],
+    *,
+    max_new_tokens: int,
+    num_drafts: int,
+    drafting: bool,
 ) -> tuple[list[RequestResult], int]:
     """Every prompt's greedy continuation, and the number of decode steps."""
     config, params = _drafter(pair, setting)
     engine = Engine(
-        pair.target, config, params, max_batch=setting.batch, max_len=PROMPT_BYTES + 1 + max_new_tokens,
+        pair.target, config, params, max_batch=setting.batch, max_len=max(map(len, prompts)) + 1 + max_new_tokens,
         layout=setting.layout, num_drafts=num_drafts, drafting=drafting, prefill_chunk=setting.prefill_chunk,
         options=StepOptions(backend=setting.backend),  # type: ignore[arg-type]
     )  # fmt: skip
@@ -110,7 +116,9 @@ def _drafter(pair: Pair, setting: Setting) -> tuple[DrafterConfig, DrafterParams
     return pair.config, params.with_lm_head(pair.target.lm_head)
 
 
-def first_difference(target: ByteTarget, prompt: Sequence[int], ours: Sequence[int], plain: Sequence[int]) -> dict[str, Any] | None:
+def first_difference(
+    target: ByteTarget, prompt: Sequence[int], ours: Sequence[int], plain: Sequence[int]
+) -> dict[str, Any] | None:
     """Where two greedy continuations part, and the target's logit margin there; None if they are the same."""
     if list(ours) == list(plain):
         return None
@@ -122,7 +130,9 @@ def first_difference(target: ByteTarget, prompt: Sequence[int], ours: Sequence[i
     return {"token": at, "logit_margin": float(best - second)}
 
 
-def check_setting(pair: Pair, setting: Setting, prompts: Sequence[bytes], *, max_new_tokens: int, num_drafts: int = 7) -> Report:
+def check_setting(
+    pair: Pair, setting: Setting, prompts: Sequence[bytes], *, max_new_tokens: int, num_drafts: int = 7
+) -> Report:
     """Decode all prompts with drafting, without it in the same verify shape, and one token at a time."""
 
     def run(drafts: int, drafting: bool) -> tuple[list[RequestResult], int]:
@@ -153,9 +163,11 @@ def check_setting(pair: Pair, setting: Setting, prompts: Sequence[bytes], *, max
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `jdspark lossless`."""
     parser.add_argument("--prompts", type=int, default=200, help="prompts per setting (default 200)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="bytes per prompt (default 64)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="bytes per prompt (default 32)")
     parser.add_argument("--backend", default="xla", choices=("xla", "pallas", "triton"), help="of the decode step")
-    parser.add_argument("--pair", type=Path, default=FOLDER, help="folder with target/ and drafter/ (default: the shipped pair)")
+    parser.add_argument(
+        "--pair", type=Path, default=FOLDER, help="folder with target/ and drafter/ (default: the shipped pair)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
 
 
@@ -178,7 +190,9 @@ def run_lossless(args: argparse.Namespace) -> int:
             f" {len(report.one_token_differences)} differ from one-token decoding", flush=True,
         )  # fmt: skip
         for difference in report.one_token_differences:
-            print(f"  prompt {difference['prompt']}: from token {difference['token']}, logit margin {difference['logit_margin']:.1e}")
+            print(
+                f"  prompt {difference['prompt']}: from token {difference['token']}, logit margin {difference['logit_margin']:.1e}"
+            )
     if args.json is not None:
         args.json.write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=2) + "\n", encoding="utf-8")
     identical, total = sum(report.identical for report in reports), sum(report.prompts for report in reports)

@@ -10,6 +10,9 @@ pytest.importorskip("optax")
 
 import jdspark
 from jdspark.byte_lm import ByteLMConfig, ByteTarget, causal_forward, init_byte_lm, logits
+from jdspark.lossless import Setting, decode_all
+from jdspark.pretrained import load_pair
+from jdspark.train.__main__ import Recipe, train_pair
 from jdspark.train.corpus import Corpus, is_held_out, source_files, windows
 from jdspark.train.drafter import block_hidden, drafter_for, drafter_loss, init_drafter
 
@@ -36,7 +39,10 @@ def small_pair():
         dataclasses.replace(layer, **{field.name: shift(getattr(layer, field.name)) for field in dataclasses.fields(layer)})
         for layer in drafter.layers
     )
-    changed = {name: shift(getattr(drafter, name)) for name in ("fc", "kv_a_proj", "hidden_norm", "kv_a_layernorm", "norm", "markov_w2")}
+    changed = {
+        name: shift(getattr(drafter, name))
+        for name in ("fc", "kv_a_proj", "hidden_norm", "kv_a_layernorm", "norm", "markov_w2")
+    }
     return target, config, dataclasses.replace(drafter, layers=layers, **changed)
 
 
@@ -107,7 +113,7 @@ def test_loss_of_a_perfect_and_of_a_uniform_draft(small_pair):
     target, config, params = small_pair
     rng = np.random.default_rng(3)
     tokens = jnp.asarray(rng.integers(0, 256, (2, LENGTH)), jnp.int32)
-    hidden, captured = causal_forward(target, TARGET, tokens)
+    _, captured = causal_forward(target, TARGET, tokens)
     anchors = jnp.asarray(rng.integers(1, LENGTH - BLOCK, (2, 4)), jnp.int32)
     uniform = dataclasses.replace(params, lm_head=jnp.zeros_like(params.lm_head), markov_w2=jnp.zeros_like(params.markov_w2))
     flat = jnp.zeros((2, LENGTH, TARGET.vocab_size))
@@ -124,7 +130,7 @@ def test_loss_of_a_perfect_and_of_a_uniform_draft(small_pair):
     np.testing.assert_allclose(loss, 0.1 * np.log(TARGET.vocab_size) + 0.9 * 2 * (1 - share) + np.log(2), rtol=1e-5)
 
 
-def test_the_target_learns_and_its_cache_agrees_with_the_whole_sequence():
+def test_the_cache_agrees_with_the_whole_sequence():
     """Chunked prefill and verify through the cache give the logits and hidden states of the whole sequence at once."""
     params = init_byte_lm(TARGET, 4)
     target = ByteTarget(TARGET, params)
@@ -147,6 +153,27 @@ def test_the_target_learns_and_its_cache_agrees_with_the_whole_sequence():
     at_32, rows, cache = target.verify(cache, tokens[:, 32:40], zeros + 32, slots)
     np.testing.assert_allclose(at_32, expected[:, 32:40], atol=1e-5)
     np.testing.assert_allclose(rows, captured[:, 32:40], atol=1e-5)
+
+
+def test_training_learns_and_writes_a_pair_that_decodes(tmp_path):
+    """A few steps on a repetitive corpus: loss falls, drafts are taken, the shared weights are the target's."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for index in range(60):
+        (corpus / f"f{index}.py").write_text("for i in range(10):\n    print(i)\n" * 30)
+    recipe = Recipe(TARGET, SIZES, "float32", 48, 150, 8, 1e-2, 120, 4, 8, 5e-3)
+    report = train_pair(recipe, corpus, tmp_path / "pair", 0)
+    assert report["target_bits_per_byte"]["held_out"] < 1
+    assert report["history"]["drafter"][0]["acceptance"] < report["drafter"]["acceptance"]
+    pair = load_pair(tmp_path / "pair")
+    assert np.array_equal(pair.params.embed_tokens, pair.target.params.embed_tokens)
+    assert np.array_equal(pair.params.lm_head, pair.target.lm_head)
+    setting = Setting(1)
+    prompt = b"for i in range"
+    drafted, _ = decode_all(pair, setting, [prompt], max_new_tokens=24, num_drafts=7, drafting=True)
+    own, _ = decode_all(pair, setting, [prompt], max_new_tokens=24, num_drafts=7, drafting=False)
+    assert drafted[0].tokens == own[0].tokens
+    assert drafted[0].acceptance_length > 1.5
 
 
 def test_corpus_holds_files_out_by_name(tmp_path):

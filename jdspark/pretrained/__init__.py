@@ -1,4 +1,4 @@
-"""The shipped pair: a byte-level target and the MLA DSpark drafter trained for it. `CARD.md` beside this file describes both."""
+"""The shipped pair: a byte-level target and the MLA DSpark drafter trained for it; `CARD.md` describes both."""
 
 from __future__ import annotations
 

@@ -54,8 +54,12 @@ SMALL = Recipe(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jdspark.train", description=__doc__)
     parser.add_argument("out", type=Path, help="folder for target/, drafter/ and training.json")
-    parser.add_argument("--recipe", choices=("shipped", "small"), default="small" if jax.default_backend() == "cpu" else "shipped")
-    parser.add_argument("--corpus", type=Path, default=standard_library(), help="folder of *.py files (default: the standard library)")
+    parser.add_argument(
+        "--recipe", choices=("shipped", "small"), default="small" if jax.default_backend() == "cpu" else "shipped"
+    )
+    parser.add_argument(
+        "--corpus", type=Path, default=standard_library(), help="folder of *.py files (default: the standard library)"
+    )
     parser.add_argument("--target-steps", type=int)
     parser.add_argument("--drafter-steps", type=int)
     parser.add_argument("--seed", type=int, default=0)

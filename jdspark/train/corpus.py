@@ -29,7 +29,9 @@ def is_held_out(name: str) -> bool:
 
 def source_files(folder: Path) -> list[Path]:
     """The `*.py` files below `folder`, sorted by path, without installed packages, empty and very large files."""
-    files = [file for file in folder.rglob("*.py") if not {"site-packages", "__pycache__"} & set(file.relative_to(folder).parts)]
+    files = [
+        file for file in folder.rglob("*.py") if not {"site-packages", "__pycache__"} & set(file.relative_to(folder).parts)
+    ]
     return [file for file in sorted(files) if 0 < file.stat().st_size <= LARGEST_FILE]
 
 

@@ -32,10 +32,10 @@ SLOT_DECAY = 4.0
 
 def drafter_for(target: ByteLMConfig, **sizes: int) -> DrafterConfig:
     """An MLA DSpark drafter's config for a byte-level target; `sizes` change the default ones."""
-    defaults = {
+    sizes = {
         "num_hidden_layers": 3, "num_attention_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16, "v_head_dim": 32, "intermediate_size": 512, "markov_rank": 32,
-    }  # fmt: skip
+    } | sizes  # fmt: skip
     return DrafterConfig(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -49,7 +49,7 @@ def drafter_for(target: ByteLMConfig, **sizes: int) -> DrafterConfig:
         block_size=7,
         enable_confidence_head=True,
         confidence_head_with_markov=True,
-        **defaults | sizes,
+        **sizes,  # type: ignore[arg-type]  # all of them integers
     )
 
 

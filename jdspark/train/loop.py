@@ -36,11 +36,13 @@ class Optimizer:
     `loss(params, *batch)` returns the loss and a dictionary of scalars to report.
     """
 
-    def __init__(self, transformation: optax.GradientTransformation, loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]):
+    def __init__(
+        self, transformation: optax.GradientTransformation, loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+    ):
         def step(params: Any, moments: Any, *batch: Any) -> tuple[Any, Any, dict[str, jax.Array]]:
             (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params, *batch)
             updates, moments = transformation.update(gradients, moments, params)
-            metrics = {"loss": value, **metrics, "gradient_norm": optax.global_norm(gradients)}
+            metrics = {"loss": value, **metrics, "gradient_norm": optax.tree.norm(gradients)}
             return optax.apply_updates(params, updates), moments, metrics
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
