@@ -202,7 +202,8 @@ class Engine:
                 `block_size` allows) without a geometry.
             options: of the decode step; its `sampling` is the engine's own affair: on while a request samples.
             prefill_chunk: most prompt tokens of one request and step.
-            prefill_budget: a step starts no further chunk once it has prefilled this many tokens.
+            prefill_budget: prompt tokens of all requests and one step. Chunks are not cut: a step stops before the one that
+                would exceed it, but the first always runs.
 
         Raises:
             ValueError, TypeError: sizes that do not fit together; names them.
@@ -325,7 +326,7 @@ class Engine:
     # running
 
     def step(self) -> list[Event]:
-        """One round: admit, prefill, decode. Returns what each request got, in the order of their admission."""
+        """One round: admit, prefill, decode. Returns what each request got, oldest first token first."""
         self._admit()
         if self._state is not None:
             self._state = self._slots.clear(self._state)
@@ -366,7 +367,11 @@ class Engine:
         return results
 
     def _admit(self) -> None:
-        """Give slots and pages to waiting requests, in order: a small one does not overtake a large one."""
+        """Give slots and pages to waiting requests, in order: a small one does not overtake a large one.
+
+        All pages up to the request's last token at once: were they handed out as it grows, requests could stop one another
+        half-way, each waiting for pages that the others hold.
+        """
         while self._waiting and self._slots.free_slots:
             request = next(iter(self._waiting.values()))
             total = len(request.prompt) + request.max_new_tokens
