@@ -190,9 +190,8 @@ def run_lossless(args: argparse.Namespace) -> int:
             f" {len(report.one_token_differences)} differ from one-token decoding", flush=True,
         )  # fmt: skip
         for difference in report.one_token_differences:
-            print(
-                f"  prompt {difference['prompt']}: from token {difference['token']}, logit margin {difference['logit_margin']:.1e}"
-            )
+            at, margin = difference["token"], difference["logit_margin"]
+            print(f"  prompt {difference['prompt']}: from token {at}, logit margin {margin:.1e}")
     if args.json is not None:
         args.json.write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=2) + "\n", encoding="utf-8")
     identical, total = sum(report.identical for report in reports), sum(report.prompts for report in reports)

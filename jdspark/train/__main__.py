@@ -54,12 +54,9 @@ SMALL = Recipe(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jdspark.train", description=__doc__)
     parser.add_argument("out", type=Path, help="folder for target/, drafter/ and training.json")
-    parser.add_argument(
-        "--recipe", choices=("shipped", "small"), default="small" if jax.default_backend() == "cpu" else "shipped"
-    )
-    parser.add_argument(
-        "--corpus", type=Path, default=standard_library(), help="folder of *.py files (default: the standard library)"
-    )
+    default = "small" if jax.default_backend() == "cpu" else "shipped"
+    parser.add_argument("--recipe", choices=("shipped", "small"), default=default, help="default: small on a CPU")
+    parser.add_argument("--corpus", type=Path, default=standard_library(), help="folder of *.py files (default: Python's own)")
     parser.add_argument("--target-steps", type=int)
     parser.add_argument("--drafter-steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
@@ -101,7 +98,8 @@ def train_pair(recipe: Recipe, corpus_folder: Path, out: Path, seed: int) -> dic
     drafter = train_drafter(
         config, init_drafter(config, target, seed + 1), recipe.target, target, corpus.train,
         steps=recipe.drafter_steps, batch=recipe.drafter_batch, length=recipe.length, anchors=recipe.anchors, block_size=BLOCK,
-        optimizer=adamw(schedule(recipe.drafter_lr, recipe.drafter_steps), 0.01), dtype=recipe.dtype, seed=seed + 1, progress=draft_progress,
+        optimizer=adamw(schedule(recipe.drafter_lr, recipe.drafter_steps), 0.01), dtype=recipe.dtype,
+        seed=seed + 1, progress=draft_progress,
     )  # fmt: skip
     save_drafter(out / "drafter", config, cast(drafter, "bfloat16"))
     report = {
