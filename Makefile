@@ -1,7 +1,8 @@
 .PHONY: demo test test-long mutants
 
-demo:  ## set up, then: checkpoint, prompt, decode steps as one jitted function, and the table against torch
+demo:  ## set up, then: text with and without drafting, decode steps as one jitted function, and the table against torch
 	@scripts/setup.sh
+	@.venv/bin/jdspark generate "def quicksort(" --max-new-tokens 200 --compare
 	@.venv/bin/python -m torch_bridge.demo
 
 test:  ## set up, then: lint, types and the default tests

@@ -2,12 +2,16 @@
 
 from .checkpoint import CheckpointError, inspect_checkpoint, load_drafter, save_drafter
 from .config import ConfigError, DrafterConfig, Geometry, StepOptions, YarnConfig
-from .ops import BackendUnavailable
+from .engine import Engine, Event, RequestRefused, RequestResult
+from .ops import BackendUnavailable, RowSampling
+from .pages import PageAllocator, PageError
 from .params import DrafterParams, LayerParams
 from .prefill import store_prefill_context
 from .requests import RequestSlots
+from .sampling import SamplingParams
 from .state import DecodeState, init_state
 from .step import DecodeStep, StepInputs, StepOutputs, make_decode_step
+from .target import Target
 
 __version__ = "0.1.0"
 
@@ -19,12 +23,21 @@ __all__ = [
     "DecodeStep",
     "DrafterConfig",
     "DrafterParams",
+    "Engine",
+    "Event",
     "Geometry",
     "LayerParams",
+    "PageAllocator",
+    "PageError",
+    "RequestRefused",
+    "RequestResult",
     "RequestSlots",
+    "RowSampling",
+    "SamplingParams",
     "StepInputs",
     "StepOptions",
     "StepOutputs",
+    "Target",
     "YarnConfig",
     "inspect_checkpoint",
     "init_state",

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import jax
 
+from . import generate, lossless
 from .checkpoint import CheckpointContents, CheckpointError, inspect_checkpoint
 from .config import ConfigError
 from .ops.backends import Backend, why_unavailable
@@ -125,9 +126,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = commands.add_parser("info", help="this machine, its backends, and what a checkpoint folder holds")
     info.add_argument("checkpoint", nargs="?", type=Path, help="a folder with config.json and *.safetensors")
     info.add_argument("--json", action="store_true", help="print one JSON object")
+    generate.add_arguments(
+        commands.add_parser(
+            "generate", help="continue a text with the shipped target and drafter, and say what drafting was worth"
+        )
+    )
+    lossless.add_arguments(
+        commands.add_parser("lossless", help="compare greedy text with drafting to the target's own, on held-out source files")
+    )
     args = parser.parse_args(argv)
     try:
+        if args.command == "generate":
+            return generate.run_generate(args)
+        if args.command == "lossless":
+            return lossless.run_lossless(args)
         return run_info(args.checkpoint, args.json)
+    except (ValueError, OSError) as error:  # what the user asked for cannot be done; says why
+        parser.exit(2, f"jdspark {args.command}: {error}\n")
     except BrokenPipeError:  # `jdspark info | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

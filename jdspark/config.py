@@ -342,6 +342,9 @@ class StepOptions:
     `"triton"` runs every one of them from the source that the torch twin launches: the two steps then agree in every bit."""
     force: float = 0.0
     """Forced acceptance length, for measurements only (see `accept_strict`)."""
+    sampling: bool = False
+    """Rejection acceptance and drawn drafts, instead of greedy ones: the step then needs `StepInputs.sampling` and
+    `draft_probabilities`."""
     return_draft_logits: bool = False
     return_intermediates: bool = False
     """Also return the step's floating-point results (latents, block hidden states, logits), for drafter research."""
@@ -351,6 +354,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         if not math.isfinite(self.force) or self.force < 0:
             raise ValueError(f"StepOptions: force is {self.force}, expected a finite number >= 0 (0 = off)")
+        if self.sampling and self.force:
+            raise ValueError(f"StepOptions: force is {self.force} and sampling is on: an acceptance is drawn or forced")
         for backend in (self.backend, self.float_backend):
             if backend not in ("auto", None):
                 why_unavailable(backend)  # ValueError for an unknown name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -64,6 +66,51 @@ def mlp(layer: LayerParams, h: jax.Array, *, residual: jax.Array | None = None, 
     return linear(activated, layer.down_proj, residual=residual, backend=backends.linear)
 
 
+Attend = Callable[[int, jax.Array, jax.Array], jax.Array]
+"""`attend(layer, query [B, block, heads, D], block latents [B, block, D]) -> [B, block, heads, kv_lora_rank]`."""
+
+
+def block_layers(
+    params: DrafterParams,
+    config: DrafterConfig,
+    noise: jax.Array,
+    query_positions: jax.Array,
+    attend: Attend,
+    rope_cos: jax.Array,
+    rope_sin: jax.Array,
+    *,
+    backends: FloatBackends = ALL_XLA,
+) -> tuple[jax.Array, jax.Array]:
+    """The drafter's layers over `[B, block_size, H]`, whatever holds the context: `attend` knows (a pool, or in training rows).
+
+    Returns hidden states after the final norm `[B, block_size, H]`, and the block's latents `[L, B, block_size, D]`.
+    """
+    cos, sin = at_positions(rope_cos, query_positions), at_positions(rope_sin, query_positions)
+    eps = config.rms_norm_eps
+    h = noise
+    latents = []
+    for index, layer in enumerate(params.layers):
+        x = rms_norm(h, layer.input_layernorm, eps, backend=backends.rms_norm)
+        query = absorbed_query(layer, config, x, cos, sin, backends=backends)
+        compressed = linear(x, params.kv_a_proj[index], backend=backends.linear)
+        latent = norm_rope(
+            compressed.reshape(-1, 1, config.latent_dim),
+            query_positions.reshape(-1),
+            params.kv_a_layernorm[index : index + 1],
+            rope_cos,
+            rope_sin,
+            eps=eps,
+            backend=backends.norm_rope,
+        ).reshape(compressed.shape)
+        latents.append(latent)
+        attended = attend(index, query, latent)
+        values = head_product(attended, layer.v_b, transposed=True, backend=backends.head_product)
+        h = linear(values.reshape(*h.shape[:2], -1), layer.o_proj, residual=h, backend=backends.linear)
+        x = rms_norm(h, layer.post_attention_layernorm, eps, backend=backends.rms_norm)
+        h = mlp(layer, x, residual=h, backends=backends)
+    return rms_norm(h, params.norm, eps, backend=backends.rms_norm), jnp.stack(latents)
+
+
 def draft_block(
     params: DrafterParams,
     config: DrafterConfig,
@@ -90,41 +137,22 @@ def draft_block(
     Returns:
         hidden states after the final norm `[B, block_size, H]`, and the block's latents `[L, B, block_size, D]`.
     """
-    cos, sin = at_positions(rope_cos, query_positions), at_positions(rope_sin, query_positions)
-    scale, eps = softmax_scale(config), config.rms_norm_eps
-    h = noise
-    latents = []
-    for index, layer in enumerate(params.layers):
-        x = rms_norm(h, layer.input_layernorm, eps, backend=backends.rms_norm)
-        query = absorbed_query(layer, config, x, cos, sin, backends=backends)
-        compressed = linear(x, params.kv_a_proj[index], backend=backends.linear)
-        latent = norm_rope(
-            compressed.reshape(-1, 1, config.latent_dim),
-            query_positions.reshape(-1),
-            params.kv_a_layernorm[index : index + 1],
-            rope_cos,
-            rope_sin,
-            eps=eps,
-            backend=backends.norm_rope,
-        ).reshape(compressed.shape)
-        latents.append(latent)
-        attended = block_attention(
+
+    def attend(layer: int, query: jax.Array, block_latents: jax.Array) -> jax.Array:
+        return block_attention(
             query,
-            latent,
+            block_latents,
             pool,
             placement.page_tables,
             advertised,
-            layer=index,
-            scale=scale,
+            layer=layer,
+            scale=softmax_scale(config),
             kv_lora_rank=config.kv_lora_rank,
             layout=geometry.layout,
             backend=backends.block_attention,
         )
-        values = head_product(attended, layer.v_b, transposed=True, backend=backends.head_product)
-        h = linear(values.reshape(*h.shape[:2], -1), layer.o_proj, residual=h, backend=backends.linear)
-        x = rms_norm(h, layer.post_attention_layernorm, eps, backend=backends.rms_norm)
-        h = mlp(layer, x, residual=h, backends=backends)
-    return rms_norm(h, params.norm, eps, backend=backends.rms_norm), jnp.stack(latents)
+
+    return block_layers(params, config, noise, query_positions, attend, rope_cos, rope_sin, backends=backends)
 
 
 def draft_slots(config: DrafterConfig, block_hidden: jax.Array, K: int) -> jax.Array:

@@ -27,6 +27,9 @@ STEP_OPS = (
 )  # fmt: skip
 """The ops of a decode step, in the order of their first call."""
 
+SAMPLING_OPS = {"accept_strict": "accept_sampled", "markov_chain": "sampled_chain"}
+"""What stands in their place with `StepOptions.sampling`."""
+
 INEXACT_OPS = FloatBackends._fields
 """Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
 
@@ -106,7 +109,7 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int) -> dict[str,
             embedding_dtype=params.embed_tokens.dtype,
             mask_row_dtype=None if mask_row is None else mask_row.dtype,
         )
-        for op in STEP_OPS
+        for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }
     if options.overlap_context_projection:
         _log_once(f"overlap_context_projection is on, but not taken: {NO_OVERLAP}")

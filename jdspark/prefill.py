@@ -16,7 +16,7 @@ from .ops.backends import FloatBackends
 from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.safety import safe_block_counts, safe_slots
 from .params import DrafterParams
-from .state import Changing, DecodeState, check_state, device_of, joined, pinned_jit, split
+from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, pinned_jit, split
 
 SMALLEST_BUCKET = 16
 
@@ -135,14 +135,7 @@ def store_prefill_context(
     num_contexts = slots.shape[0]
     if num_contexts == 0:
         raise ValueError(f"{call}: slots is empty, expected one slot per context row")
-    offsets_dims = {"pools": None, "seqs": None, "2": 2, "max_blocks_per_seq": geometry.max_blocks_per_seq}
-    expect(call, "encoded_offsets", encoded_offsets, offsets_dims, INTEGERS)
-    pools, seqs = encoded_offsets.shape[:2]
-    if geometry.pool_idx >= pools or num_contexts > seqs:
-        raise ValueError(
-            f"{call}: encoded_offsets has {pools} pools and {seqs} rows, but pool_idx is {geometry.pool_idx} and there are"
-            f" {num_contexts} context rows"
-        )
+    check_offsets(call, encoded_offsets, geometry, num_contexts)
     for name, values in (("positions", positions), ("rows", rows)):
         if isinstance(values, np.ndarray) and values.size and (values.min() < (0 if name == "positions" else -1)):
             raise ValueError(f"{call}: {name} holds {values.min()}, expected no negative value{' below -1' * (name == 'rows')}")

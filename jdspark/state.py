@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from .config import DrafterConfig, Geometry
-from .ops.checks import dtype_name
+from .ops.checks import INTEGERS, dtype_name, expect
 from .params import Array
 from .rope import yarn_tables
 
@@ -126,3 +126,14 @@ def check_state(caller: str, state: DecodeState, weights_dtype: Any) -> None:
                 f"{caller}: max_ctx {geometry.max_ctx} is beyond the rope table: state.{name} has shape"
                 f" {list(table.shape)}, expected at least [{rows}, {config.qk_rope_head_dim // 2}]"
             )
+
+
+def check_offsets(caller: str, encoded_offsets: Any, geometry: Geometry, rows: int) -> None:
+    """Raise unless a page manager's table `[pools, seqs, 2, max_blocks]` has this geometry's pool and a batch's `rows`."""
+    dims = {"pools": None, "seqs": None, "2": 2, "max_blocks_per_seq": geometry.max_blocks_per_seq}
+    expect(caller, "encoded_offsets", encoded_offsets, dims, INTEGERS)
+    pools, seqs = encoded_offsets.shape[:2]
+    if geometry.pool_idx >= pools:
+        raise ValueError(f"{caller}: encoded_offsets has {pools} pools, the geometry's pool_idx is {geometry.pool_idx}")
+    if rows > seqs:
+        raise ValueError(f"{caller}: encoded_offsets has {seqs} rows, the batch has {rows}")

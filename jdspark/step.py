@@ -12,12 +12,13 @@ from jax.sharding import SingleDeviceSharding
 from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
 from .drafter import confidence_logits, draft_block, draft_logits, draft_slots, project_context
+from .ops import contracts
 from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
 from .ops.checks import FLOATS, INTEGERS, expect
 from .params import Array, DrafterParams
 from .paths import NO_OVERLAP, step_paths
-from .state import Changing, DecodeState, check_state, device_of, joined, pinned_jit, split
+from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, pinned_jit, split
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +38,10 @@ class StepInputs:
     """`[B]` int32: each gen request's slot; padding rows use the dummy slot `max_batch`. Or one per row, `[num_contexts + B]`:
     those of the context rows are not read, `store_prefill_context` has them."""
     num_contexts: int = dataclasses.field(default=0, metadata={"static": True})
+    sampling: ops.RowSampling | None = None
+    """`[num_contexts + B]` each, with `StepOptions.sampling`: `positions` is that of the token behind the last known one."""
+    draft_probabilities: Array = None
+    """`[B, K, V']` float32, with `StepOptions.sampling`: what `draft_tokens` were drawn from."""
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +80,8 @@ class StepOutputs:
     """`[B]` int32: tokens the target processes per gen row, K+1."""
     advertised: Array
     """`[B]` int32: context tokens the drafter attended to."""
+    draft_probabilities: Array | None = None
+    """`[B, K, V]` fp32, with `sampling`: what the next drafts were drawn from."""
     draft_logits: Array | None = None
     """`[B, K, V]` fp32, with `return_draft_logits`: after the Markov head."""
     confidence: Array | None = None
@@ -95,14 +102,20 @@ def decode_step(
     paths = step_paths(params, options, B)
     backends = FloatBackends(**{op: paths[op].backend for op in FloatBackends._fields})
 
-    accepted_tokens, num_accepted = ops.accept_strict(
-        inputs.logits,
-        inputs.draft_tokens,
-        num_contexts=num_contexts,
-        force=options.force,
-        force_counter=force_counter,
-        backend=paths["accept_strict"].backend,
-    )
+    if options.sampling:
+        assert inputs.sampling is not None  # checked before dispatch
+        accepted_tokens, num_accepted = ops.accept_sampled(
+            inputs.logits, inputs.draft_tokens, inputs.draft_probabilities, inputs.sampling, num_contexts=num_contexts
+        )
+    else:
+        accepted_tokens, num_accepted = ops.accept_strict(
+            inputs.logits,
+            inputs.draft_tokens,
+            num_contexts=num_contexts,
+            force=options.force,
+            force_counter=force_counter,
+            backend=paths["accept_strict"].backend,
+        )
     if advances_force_counter(options.force, K):
         force_counter = force_counter + 1
     gen_num_accepted = num_accepted[num_contexts:]
@@ -147,7 +160,7 @@ def decode_step(
 
     draft_tokens = jnp.zeros((B, K), jnp.int32)
     floats: dict[str, jax.Array | None] = {"context_latents": context_latents}
-    confidence = None
+    draft_probabilities = confidence = None
     if K > 0 and B > 0:
         noise = ops.noise_block(
             params.embed_tokens,
@@ -169,7 +182,14 @@ def decode_step(
         )
         slot_hidden = draft_slots(config, block_hidden, K)
         base_logits = draft_logits(params, slot_hidden, backends=backends)
-        if params.markov_w1 is not None and params.markov_w2 is not None:
+        if options.sampling:
+            assert inputs.sampling is not None
+            gen_sampling = inputs.sampling.gen_rows(num_contexts)
+            gen_sampling = gen_sampling._replace(positions=gen_sampling.positions + gen_num_accepted)
+            logits, draft_probabilities, draft_tokens = ops.sampled_chain(
+                base_logits, prepared.prologue.bonus, params.markov_w1, params.markov_w2, gen_sampling
+            )
+        elif params.markov_w1 is not None and params.markov_w2 is not None:
             logits, draft_tokens = ops.markov_chain(
                 base_logits, prepared.prologue.bonus, params.markov_w1, params.markov_w2, backend=paths["markov_chain"].backend
             )
@@ -190,6 +210,7 @@ def decode_step(
         kv_rewind=1 - gen_num_accepted,
         target_seq_lens=jnp.full(B, K + 1, jnp.int32),
         advertised=prepared.advertised,
+        draft_probabilities=draft_probabilities,
         draft_logits=floats.get("draft_logits") if options.return_draft_logits else None,
         confidence=confidence,
         intermediates=Intermediates(**floats) if options.return_intermediates else None,
@@ -268,21 +289,27 @@ class DecodeStep:
         expect(call, "logits", inputs.logits, rows, FLOATS)
         one_per_row = num_contexts > 0 and getattr(inputs.slots, "shape", None) == (num_contexts + B,)
         expect(call, "slots", inputs.slots, {"num_contexts + B": num_contexts + B} if one_per_row else {"B": B}, INTEGERS)
-        offsets_dims = {"pools": None, "seqs": None, "2": 2, "max_blocks_per_seq": geometry.max_blocks_per_seq}
-        expect(call, "encoded_offsets", inputs.encoded_offsets, offsets_dims, INTEGERS)
-        pools, seqs = inputs.encoded_offsets.shape[:2]
-        if geometry.pool_idx >= pools:
-            raise ValueError(f"{call}: encoded_offsets has {pools} pools, the geometry's pool_idx is {geometry.pool_idx}")
-        if num_contexts + B > seqs:
-            raise ValueError(f"{call}: encoded_offsets has {seqs} rows, the batch has {num_contexts + B}")
+        check_offsets(call, inputs.encoded_offsets, geometry, num_contexts + B)
         if inputs.captured is not None:
             captured_dims = {"B*(K+1)": B * (K + 1), "T*H_t": config.captured_size}
             expect(call, "captured", inputs.captured, captured_dims, FLOATS)
+        self._check_sampling(inputs)
         if self.options.return_confidence and params.confidence_proj is None:
             raise ValueError(f"{call}: return_confidence is set, but the drafter has no confidence head")
         self._check_params(params)
         if B and K:
             self._check_output_head(params, inputs.logits.shape[1])
+
+    def _check_sampling(self, inputs: StepInputs) -> None:
+        call, wanted = "decode step", self.options.sampling
+        for name in ("sampling", "draft_probabilities"):
+            if (getattr(inputs, name) is not None) != wanted:
+                state = "missing" if wanted else "there"
+                raise ValueError(f"{call}: inputs.{name} is {state}, but the step was made with StepOptions.sampling={wanted}")
+        if wanted:
+            contracts.accept_sampled(
+                inputs.logits, inputs.draft_tokens, inputs.draft_probabilities, inputs.sampling, inputs.num_contexts
+            )
 
     def _check_params(self, params: DrafterParams) -> None:
         call, config = "decode step", self.config

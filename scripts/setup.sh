@@ -18,6 +18,6 @@ stamp=.venv/requirements.stamp
 if [ ! -f "$stamp" ] || ! cmp -s <(cat pyproject.toml constraints.txt) "$stamp"; then
     [ -x .venv/bin/python ] || "$(find_python)" -m venv .venv
     echo "setup: installing into .venv (about 5 GB, torch is most of it)" >&2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,triton,dev]'
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,train,torch,triton,dev]'
     cat pyproject.toml constraints.txt >"$stamp"
 fi

@@ -22,7 +22,7 @@ from jax.profiler import ProfileData
 
 from jdspark import ops
 from jdspark.ops.backends import has_kernel, why_unavailable
-from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, K3_SHAPES, draw_batch
+from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, K3_SHAPES, BatchShape, draw_batch
 
 TIMED_OPS = (
     "prepare_step", "store_prepared", "noise_block", "write_block_latents", "norm_rope", "next_tokens", "accept_strict",
@@ -30,13 +30,17 @@ TIMED_OPS = (
     "block_placement",
 )  # fmt: skip
 
+TIMED_SHAPES = tuple(K3_SHAPES[index] for index in (0, 5, 1, 6))
+
+UNIT = "us of kernel time per call, launch gaps not counted"
+
 
 def marker(x: jax.Array) -> jax.Array:
     """A kernel that is easy to find in a profile: it separates the timed segments."""
     return jnp.sort(x)
 
 
-def draw(op: str, shape: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def draw(op: str, shape: BatchShape, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """An op's operands on the device, drawn for the plain family."""
     rng = np.random.default_rng(seed)
     if op == "write_block_latents":
@@ -50,7 +54,7 @@ def draw(op: str, shape: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]
     return jax.tree.map(jnp.asarray, operands), static
 
 
-def segment(op: str, shape: Any, backend: str) -> Callable[[], Any]:
+def segment(op: str, shape: BatchShape, backend: str) -> Callable[[], Any]:
     """A function that runs the op once, compiled and warmed up. A pool is donated and carried from call to call."""
     draws = [draw(op, shape, seed) for seed in range(3)]
     static = draws[0][1]
@@ -77,13 +81,12 @@ def segment(op: str, shape: Any, backend: str) -> Callable[[], Any]:
 
 def kernel_times(segments: list[Callable[[], Any]], repeat: int) -> list[tuple[float, float]]:
     """(microseconds, launches) per call of each segment, from one trace of the GPU's streams."""
-    boundary = jax.jit(marker)
-    number = jnp.arange(7)
-    jax.block_until_ready(boundary(number))
+    boundary = jax.jit(marker, donate_argnums=0)  # donated: a copy before the sort would count as the last segment's
+    number = jax.block_until_ready(boundary(jnp.arange(7)))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for run in segments:
-                jax.block_until_ready(boundary(number))
+                number = jax.block_until_ready(boundary(number))
                 for _ in range(repeat):
                     result = run()
                 jax.block_until_ready(result)
@@ -107,9 +110,44 @@ def kernel_times(segments: list[Callable[[], Any]], repeat: int) -> list[tuple[f
     return [(sum(group) / repeat / 1e3, len(group) / repeat) for group in groups]
 
 
+def time_op(op: str, backends: list[str], repeat: int) -> list[dict[str, Any]]:
+    """One row per shape: microseconds and launches per call on each backend. Says on stdout what could not be run."""
+    labels, segments = [], []
+    for shape in TIMED_SHAPES:
+        for backend in backends:
+            if backend != "xla" and not has_kernel(op, backend):
+                continue
+            try:
+                segments.append(segment(op, shape, backend))
+                labels.append((shape, backend))
+            except (RuntimeError, ValueError, TypeError) as error:
+                print(f"{op} on {backend} at B={shape.B}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    rows: dict[BatchShape, dict[str, Any]] = {}
+    for (shape, backend), (microseconds, launches) in zip(labels, kernel_times(segments, repeat), strict=True):
+        empty = {"B": shape.B, "columns": shape.max_blocks, "contexts": shape.num_contexts, "launches": {}}
+        row = rows.setdefault(shape, empty)
+        row[backend] = round(microseconds, 2)
+        row["launches"][backend] = round(launches, 2)
+    return list(rows.values())
+
+
+def merge(file: Path, command: str, op: str, rows: list[dict[str, Any]]) -> None:
+    """Put an op's rows into the table, keeping the other ops' of the same machine; the file is whole at any moment."""
+    table = {"machine": jax.devices()[0].device_kind, "command": command, "unit": UNIT, "ops": {}}
+    if file.exists():
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+        if earlier["machine"] != table["machine"]:
+            raise SystemExit(f"{file} holds times of {earlier['machine']}, this is {table['machine']}: name another --json")
+        table["ops"] = earlier["ops"]
+    table["ops"][op] = rows
+    unfinished = file.with_name(file.name + ".new")
+    unfinished.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(file)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--json", type=Path, help="write the table here after each op; ops that are not timed keep their rows")
     parser.add_argument("--ops", default=",".join(TIMED_OPS), help="comma-separated (default: all)")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--command", default="python scripts/time_ops.py", help="recorded in the JSON")
@@ -117,41 +155,23 @@ def main() -> int:
     if jax.default_backend() != "gpu":
         parser.error("no GPU: these would be times of an interpreter")
     backends = ["xla", "pallas"] + ([] if why_unavailable("triton") else ["triton"])
-    shapes = [K3_SHAPES[index] for index in (0, 5, 1, 6)]
-    labels, segments = [], []
-    for op in args.ops.split(","):
-        for shape in shapes:
-            for backend in backends:
-                if backend != "xla" and not has_kernel(op, backend):
-                    continue
-                try:
-                    segments.append(segment(op, shape, backend))
-                except (RuntimeError, ValueError, TypeError) as error:
-                    print(f"{op} on {backend} at B={shape.B}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                    continue
-                labels.append((op, shape, backend))
-    table: dict[str, list[dict[str, Any]]] = {}
-    rows: dict[tuple[str, Any], dict[str, Any]] = {}
-    for (op, shape, backend), (microseconds, launches) in zip(labels, kernel_times(segments, args.repeat)):
-        if (op, shape) not in rows:
-            rows[op, shape] = {"B": shape.B, "columns": shape.max_blocks, "contexts": shape.num_contexts, "launches": {}}
-            table.setdefault(op, []).append(rows[op, shape])
-        rows[op, shape][backend] = round(microseconds, 2)
-        rows[op, shape]["launches"][backend] = launches
     print(f"{'op':22}{'B':>4}{'columns':>9}{'contexts':>9}" + "".join(f"{b + ' us':>11}{'launches':>9}" for b in backends))
-    for op, entries in table.items():
-        for row in entries:
-            times = "".join(f"{row[b]:11.2f}{row['launches'][b]:9.1f}" if b in row else " " * 20 for b in backends)
-            print(f"{op:22}{row['B']:4}{row['columns']:9}{row['contexts']:9}{times}")
-    if args.json:
-        report = {
-            "machine": jax.devices()[0].device_kind,
-            "command": args.command,
-            "unit": "us of kernel time per call, launch gaps not counted",
-            "ops": table,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+    failed = False
+    for op in args.ops.split(","):
+        try:
+            rows = time_op(op, backends, args.repeat)
+        except (RuntimeError, ValueError) as error:
+            print(f"{op}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            failed = True
+            continue
+        for row in rows:
+            times = "".join(f"{row[b]:11.2f}{row['launches'][b]:9.2f}" if b in row else " " * 20 for b in backends)
+            print(f"{op:22}{row['B']:4}{row['columns']:9}{row['contexts']:9}{times}", flush=True)
+        complete = [row for row in rows if set(row["launches"]) >= {b for b in backends if b == "xla" or has_kernel(op, b)}]
+        failed |= len(complete) < len(TIMED_SHAPES)
+        if args.json:
+            merge(args.json, args.command, op, rows)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

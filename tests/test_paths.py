@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import logging
+import runpy
+from pathlib import Path as FilePath
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,32 @@ import pytest
 from jdspark import StepOptions, init_state, make_decode_step, paths, store_prefill_context
 from jdspark.drafter import project_context
 from jdspark.ops import backends
+from jdspark.ops.backends import has_kernel
 from jdspark.paths import FUSED_PROLOGUE_OPS, INEXACT_OPS, STEP_OPS, Path, choose_path, fastest, measured_times, step_paths
 from jdspark.presets import TINY
 from torch_bridge import compare
+from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS
 from torch_bridge.whole_step import ScriptedTarget, compare_steps, stored_latents
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="pins what happens on a CPU")
 
 
+def test_every_kernel_was_timed_at_every_shape():
+    time_ops = runpy.run_path(str(FilePath(__file__).parent.parent / "scripts" / "time_ops.py"))
+    with_kernel = {op for op in [*EXACT_OPS, *BOUNDED_OPS] if has_kernel(op, "pallas")}
+    assert set(time_ops["TIMED_OPS"]) == with_kernel >= set(STEP_OPS) - (set(INEXACT_OPS) - {"norm_rope"})
+    shapes = {(shape.B, shape.max_blocks, shape.num_contexts) for shape in time_ops["TIMED_SHAPES"]}
+    table = measured_times()
+    assert set(table) == with_kernel
+    for op, rows in table.items():
+        assert sorted((row["B"], row["columns"], row["contexts"]) for row in rows) == sorted(shapes), op
+        for row in rows:
+            assert set(row["launches"]) == {"xla", "pallas", "triton"}, op
+            assert all(row[backend] > 0 and count >= 1 for backend, count in row["launches"].items()), op
+
+
 def test_the_measured_table_decides():
     table = measured_times()
-    assert set(table) >= set(STEP_OPS) - (set(INEXACT_OPS) - {"norm_rope"})
     for op, rows in table.items():
         for B in (1, 4, 32):
             slower = [row for row in rows if row["B"] == B and row["pallas"] >= row["xla"]]

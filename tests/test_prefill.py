@@ -180,7 +180,8 @@ def test_linear_rounds_to_the_weights_dtype():
         ({"rows": np.zeros(5, np.int64)}, TypeError, "rows has dtype int64, expected int32"),
         ({"rows": np.full(5, 1, np.int32)}, ValueError, "rows names row 1, but slots has 1 rows"),
         ({"slots": np.zeros(0, np.int32)}, ValueError, "slots is empty"),
-        ({"slots": np.zeros(3, np.int32)}, ValueError, "has 1 pools and 1 rows"),
+        ({"slots": np.zeros(3, np.int32)}, ValueError, "encoded_offsets has 1 rows, the batch has 3"),
+        ({"encoded_offsets": np.zeros((0, 1, 2, 12), np.int32)}, ValueError, "has 0 pools, the geometry's pool_idx is 0"),
         ({"encoded_offsets": np.zeros((1, 1, 2, 9), np.int32)}, ValueError, "max_blocks_per_seq=12"),
     ],
 )

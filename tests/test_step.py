@@ -366,6 +366,7 @@ def spoiled(inputs, **changes):
             ValueError,
             "encoded_offsets has 1 rows, the batch has 2",
         ),
+        (lambda x: spoiled(x, encoded_offsets=x.encoded_offsets[:0]), ValueError, "has 0 pools, the geometry's pool_idx is 0"),
         (lambda x: spoiled(x, encoded_offsets=x.encoded_offsets[..., :5]), ValueError, "max_blocks_per_seq=12"),
         (
             lambda x: spoiled(x, draft_tokens=np.zeros((2, 8), np.int32)),

@@ -166,11 +166,55 @@ def markov_chain(base_logits: Any, anchor: Any, w1: Any, w2: Any) -> None:
     expect(op, "base_logits", base_logits, {"B": None, "K": None, "V": None}, FLOATS)
     num_gen, _, vocab_size = base_logits.shape
     expect(op, "anchor", anchor, {"B": num_gen}, INTEGERS)
+    _markov_weights(op, w1, w2, vocab_size)
+
+
+def _markov_weights(op: str, w1: Any, w2: Any, vocab_size: int) -> None:
     expect(op, "w1", w1, {"V1": None, "r": None}, FLOATS)
     expect_number(op, "the rank r of w1", w1.shape[1], 1)
     expect_number(op, "the rows V1 of w1", w1.shape[0], vocab_size)
     expect(op, "w2", w2, {"V": vocab_size, "r": w1.shape[1]}, FLOATS)
     expect_same_dtype(op, "w2", w2, w1)
+
+
+def filtered_probabilities(logits: Any, temperature: Any, top_k: Any, top_p: Any) -> None:
+    op = "filtered_probabilities"
+    expect(op, "logits", logits, {"rows": None, "V": None}, FLOATS)
+    rows, vocab_size = logits.shape
+    expect_number(op, "the vocabulary V of logits", vocab_size, 1)
+    expect(op, "temperature", temperature, {"rows": rows}, ("float32",))
+    expect(op, "top_k", top_k, {"rows": rows}, INTEGERS)
+    expect(op, "top_p", top_p, {"rows": rows}, ("float32",))
+
+
+def row_sampling(op: str, sampling: Any, rows: int) -> None:
+    dtypes = {"temperature": "float32", "top_k": "int32", "top_p": "float32", "seeds": "uint32", "positions": "int32"}
+    for name, dtype in dtypes.items():
+        expect(op, f"sampling.{name}", getattr(sampling, name, None), {"rows": rows}, (dtype,))
+
+
+def sampled_chain(base_logits: Any, anchor: Any, w1: Any, w2: Any, sampling: Any) -> None:
+    op = "sampled_chain"
+    expect(op, "base_logits", base_logits, {"B": None, "K": None, "V": None}, ("float32",))
+    num_gen, _, vocab_size = base_logits.shape
+    expect(op, "anchor", anchor, {"B": num_gen}, INTEGERS)
+    row_sampling(op, sampling, num_gen)
+    if (w1 is None) != (w2 is None):
+        raise ValueError(f"{op}: w1 and w2 come together, one of them is None")
+    if w1 is not None:
+        _markov_weights(op, w1, w2, vocab_size)
+
+
+def accept_sampled(logits: Any, draft_tokens: Any, draft_probabilities: Any, sampling: Any, num_contexts: int) -> None:
+    op = "accept_sampled"
+    expect(op, "draft_tokens", draft_tokens, {"B": None, "K": None}, INTEGERS)
+    num_gen, K = draft_tokens.shape
+    expect_number(op, "num_contexts", num_contexts, 0)
+    expect(op, "logits", logits, {"num_contexts + B*(K+1)": num_contexts + num_gen * (K + 1), "V": None}, FLOATS)
+    expect_number(op, "the vocabulary V of logits", logits.shape[1], 1)
+    expect(op, "draft_probabilities", draft_probabilities, {"B": num_gen, "K": K, "V'": None}, ("float32",))
+    expect_number(op, "the width V' of draft_probabilities", draft_probabilities.shape[2], 1, logits.shape[1])
+    row_sampling(op, sampling, num_contexts + num_gen)
 
 
 def next_tokens(accepted_tokens: Any, num_accepted: Any, draft_tokens: Any) -> int:

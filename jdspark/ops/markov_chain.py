@@ -8,6 +8,13 @@ from .backends import kernel
 from .safety import safe_tokens
 
 
+def markov_bias(previous: jax.Array, w1: jax.Array, w2: jax.Array) -> jax.Array:
+    """`w1[previous] @ w2.T`, `[B]` -> `[B, V]` float32, rounded to the weights' dtype on the way."""
+    w1, w2 = jnp.asarray(w1), jnp.asarray(w2)
+    # Without the barrier XLA adds the unrounded product (at batch 1 always): other bits than a GEMM that returns w1's dtype
+    return jax.lax.optimization_barrier(w1[safe_tokens(previous, w1.shape[0])] @ w2.T).astype(jnp.float32)
+
+
 def markov_chain(
     base_logits: jax.Array, anchor: jax.Array, w1: jax.Array, w2: jax.Array, *, backend: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
@@ -33,14 +40,11 @@ def markov_chain(
         return kernel("markov_chain", backend)(base_logits, anchor, w1, w2)
 
     num_gen, K, _ = base_logits.shape
-    w1, w2 = jnp.asarray(w1), jnp.asarray(w2)
     base_logits = jnp.asarray(base_logits, jnp.float32)
     previous = jnp.asarray(anchor)
     corrected, tokens = [], []
     for i in range(K):
-        # Without the barrier XLA adds the unrounded product (at batch 1 always): other bits than a GEMM that returns w1's dtype
-        bias = jax.lax.optimization_barrier(w1[safe_tokens(previous, w1.shape[0])] @ w2.T)
-        logits = base_logits[:, i] + bias.astype(jnp.float32)
+        logits = base_logits[:, i] + markov_bias(previous, w1, w2)
         previous = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         corrected.append(logits)
         tokens.append(previous)

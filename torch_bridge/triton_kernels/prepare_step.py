@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,51 +127,50 @@ def prepare_step_kernel(  # type: ignore[no-untyped-def]
                 tl.store(arrivals, 0)
 
 
-def _launch(
-    encoded_offsets: Any,
-    accepted_tokens: Any,
-    ctx_len: Any,
-    *,
-    pool_idx: int,
-    divisor: int,
-    block_size: int,
-    page_size: int,
-    max_ctx: int,
-    mask_token_id: int,
-    num_contexts: int,
-    advance: bool,
-    in_place: bool,
-) -> Launch:
+class _Static(NamedTuple):
+    """The op's static arguments, in its order."""
+
+    pool_idx: int
+    divisor: int
+    page_size: int
+    block_size: int
+    max_ctx: int
+    mask_token_id: int
+    num_contexts: int
+    advance: bool
+
+
+def _launch(encoded_offsets: Any, accepted_tokens: Any, ctx_len: Any, static: _Static, *, in_place: bool) -> Launch:
     max_blocks, num_slots = encoded_offsets.shape[3], ctx_len.shape[0]
     num_gen, width = accepted_tokens.shape
     pool_stride, seq_stride, _, column_stride = strides(encoded_offsets)
     row_stride, token_stride = strides(accepted_tokens)
     block = power_of_2(max_blocks, at_most=16384)
     constexprs = {
-        "POOL_OFFSET": pool_idx * pool_stride,
+        "POOL_OFFSET": static.pool_idx * pool_stride,
         "SEQ_STRIDE": seq_stride,
         "COLUMN_STRIDE": column_stride,
         "MAX_BLOCKS": max_blocks,
-        "DIVISOR": divisor,
+        "DIVISOR": static.divisor,
         "BLOCK": block,
-        "NUM_CONTEXTS": num_contexts,
+        "NUM_CONTEXTS": static.num_contexts,
         "NUM_GEN": num_gen,
         "WIDTH": width,
         "ROW_STRIDE": row_stride,
         "TOKEN_STRIDE": token_stride,
         "DUMMY": num_slots - 1,
         "CTX_STRIDE": strides(ctx_len)[0],
-        "BLOCK_SIZE": block_size,
-        "PAGE_SIZE": page_size,
-        "MAX_CTX": max_ctx,
-        "MASK_TOKEN_ID": mask_token_id,
-        "ADVANCE": advance,
+        "BLOCK_SIZE": static.block_size,
+        "PAGE_SIZE": static.page_size,
+        "MAX_CTX": static.max_ctx,
+        "MASK_TOKEN_ID": static.mask_token_id,
+        "ADVANCE": static.advance,
         "IN_PLACE": in_place,
-        "LANES": power_of_2(max(width, block_size)),
+        "LANES": power_of_2(max(width, static.block_size)),
         "REQUESTS": power_of_2(num_gen, at_most=32),
         "SLOTS": power_of_2(num_slots, at_most=256),
     }
-    return Launch((num_contexts + num_gen,), constexprs, num_warps=max(4, min(block // 256, 16)))
+    return Launch((static.num_contexts + num_gen,), constexprs, num_warps=max(4, min(block // 256, 16)))
 
 
 def _output_shapes(
@@ -245,19 +244,10 @@ def prepare_step(
         encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
         pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts,
     )  # fmt: skip
-    static: dict[str, Any] = {
-        "pool_idx": pool_idx,
-        "divisor": divisor,
-        "page_size": page_size,
-        "block_size": block_size,
-        "max_ctx": max_ctx,
-        "mask_token_id": mask_token_id,
-        "num_contexts": num_contexts,
-        "advance": advance,
-    }
+    static = _Static(pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts, advance)
     if slots.shape[0] == 0:  # nothing to fuse
-        return eager.prepare_step(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, **static)
-    launch = _launch(encoded_offsets, accepted_tokens, ctx_len, **static, in_place=True)
+        return eager.prepare_step(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, **static._asdict())
+    launch = _launch(encoded_offsets, accepted_tokens, ctx_len, static, in_place=True)
     shapes = _output_shapes(encoded_offsets, accepted_tokens, ctx_len, num_contexts, block_size)
     out = {
         name: ctx_len if name == "ctx_len" else ctx_len.new_empty(shape, dtype=torch.bool if name == "upper" else torch.int32)
@@ -287,19 +277,10 @@ def prepare_step_in_jax(
 ) -> PreparedStep:
     """See `jdspark.ops.prepare_step`; the new `ctx_len` is an array of its own, so no program waits for another."""
     inputs = [jnp.asarray(x) for x in (encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots)]
-    static: dict[str, Any] = {
-        "pool_idx": pool_idx,
-        "divisor": divisor,
-        "page_size": page_size,
-        "block_size": block_size,
-        "max_ctx": max_ctx,
-        "mask_token_id": mask_token_id,
-        "num_contexts": num_contexts,
-        "advance": advance,
-    }
+    static = _Static(pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts, advance)
     if slots.shape[0] == 0:  # nothing to fuse
-        return ops.prepare_step(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, **static)
-    launch = _launch(encoded_offsets, accepted_tokens, ctx_len, **static, in_place=False)
+        return ops.prepare_step(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, **static._asdict())
+    launch = _launch(encoded_offsets, accepted_tokens, ctx_len, static, in_place=False)
     shapes = _output_shapes(encoded_offsets, accepted_tokens, ctx_len, num_contexts, block_size)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.bool_ if name == "upper" else jnp.int32) for name, shape in shapes.items()]
     arrivals = inputs[4]  # not used
