@@ -249,3 +249,24 @@ def markov_chain(base_logits, anchor, w1, w2):
             corrected[b, i] += (w2.astype(np.float32) @ embedded).astype(w1.dtype).astype(np.float32)
             tokens[b, i] = previous = argmax(corrected[b, i])
     return corrected, tokens
+
+
+def integers(x):
+    return x.astype(np.float32).astype(np.int64)
+
+
+def linear(x, weight, residual=None):
+    """For small integer operands: sums of Python integers, then one rounding, and a second one with a residual."""
+    product = (integers(x) @ integers(weight).T).astype(np.float32).astype(weight.dtype)
+    if residual is not None:
+        product = (residual.astype(np.float32) + product.astype(np.float32)).astype(weight.dtype)
+    return (product,)
+
+
+def head_product(x, weight, *, transposed):
+    """For small integer operands."""
+    products = np.zeros((*x.shape[:3], weight.shape[1 if transposed else 2]), x.dtype)
+    for h in range(x.shape[2]):
+        of_head = integers(weight[h])
+        products[:, :, h] = (integers(x[:, :, h]) @ (of_head.T if transposed else of_head)).astype(np.float32).astype(x.dtype)
+    return (products,)
