@@ -55,10 +55,12 @@ def test_one_compilation_per_bucket(engine, compilations):
     """Eight requests of different ends pass through every bucket; a second run compiles nothing."""
     for _ in range(2):
         compilations.clear()
+        engine.target.verified.clear()
         ids = [engine.submit(text, max_new_tokens=3 * number + 1) for number, text in enumerate(prompts(8, seed=2))]
         results = engine.run()
         assert [len(results[request_id].tokens) for request_id in ids] == [3 * number + 1 for number in range(8)]
     assert not compilations
+    assert {(2, 8), (4, 8), (8, 8)} <= set(engine.target.verified) <= {(rows, 8) for rows in (1, 2, 4, 8)}
 
 
 def test_stop_tokens_end_a_request_inside_an_accepted_run(engine):
@@ -112,6 +114,19 @@ def test_a_request_may_fill_its_slot(engine):
     assert (list(result.tokens), result.steps, result.acceptance_length) == (engine.target.rollout([1] * 99, 1), 0, 0)
 
 
+def check_stored_context(engine, request):
+    """In the request's pages lie the latents of the target's hidden states of its tokens, up to its context length."""
+    known = [*request.prompt.tolist(), *request.tokens][: request.cached]
+    assert engine._state.ctx_len[engine._slots.slot(request.request_id)] == len(known)
+    zero, positions = np.zeros(1, np.int32), np.arange(len(known), dtype=np.int32)
+    cache = engine.target.init_cache(1, len(known))
+    _, captured, _ = engine.target.prefill(cache, np.array([known], np.int32), zero, np.array([len(known)]), zero)
+    tables = engine._state.rope_cos, engine._state.rope_sin
+    wanted = project_context(engine.params, engine.config, captured[0], jnp.asarray(positions), *tables)
+    stored = stored_latents(engine._state, engine._encoded_offsets([request]), positions)
+    np.testing.assert_allclose(stored, wanted, rtol=0, atol=1e-5)
+
+
 def test_the_drafters_context_is_the_targets(engine):
     """After every step each slot's length is the target's, and the stored latents are those of the accepted tokens."""
     engine._prefill_chunk = 7
@@ -123,17 +138,8 @@ def test_the_drafters_context_is_the_targets(engine):
         for request in engine._generating.values():
             assert engine._state.ctx_len[engine._slots.slot(request.request_id)] == request.cached
     assert set(engine._generating) == set(texts)
-    target = engine.target
     for request in engine._generating.values():
-        known = [*texts[request.request_id], *request.tokens][: request.cached]
-        cache = target.init_cache(1, len(known))
-        zero = np.zeros(1, np.int32)
-        _, captured, _ = target.prefill(cache, np.array([known], np.int32), zero, np.array([len(known)]), zero)
-        positions = np.arange(len(known), dtype=np.int32)
-        tables = engine._state.rope_cos, engine._state.rope_sin
-        wanted = project_context(engine.params, engine.config, captured[0], jnp.asarray(positions), *tables)
-        stored = stored_latents(engine._state, engine._encoded_offsets([request]), positions)
-        np.testing.assert_allclose(stored, wanted, rtol=0, atol=1e-5)
+        check_stored_context(engine, request)
     engine.run()
     engine.step()
     assert not np.asarray(engine._state.ctx_len).any()  # finished slots are cleared before the next round
@@ -165,10 +171,14 @@ def test_waiting_requests_are_admitted_in_order_as_slots_and_pages_come_free(sma
     lengths = [(4, 30), (4, 20), (10, 20), (2, 1), (1, 12), (3, 36), (8, 6)]
     texts = [[number + 1] * prompt for number, (prompt, _) in enumerate(lengths)]
     ids = [engine.submit(text, max_new_tokens=new) for text, (_, new) in zip(texts, lengths, strict=True)]
-    order, waited = [], 0
+    order, waited, first = [], 0, engine.decode_steps
     while not engine.idle:
         engine.step()
         check_ownership(engine)
+        if engine.decode_steps - first == 5:
+            assert len(engine._generating) == 2
+            for request in engine._generating.values():
+                check_stored_context(engine, request)
         order += [request_id for request_id in [*engine._prefilling, *engine._generating] if request_id not in order]
         # 10 + 7 of 20 pages: the third request has a slot, but has to wait for pages; nobody overtakes it
         waited += bool(engine._waiting) and bool(engine._slots.free_slots)

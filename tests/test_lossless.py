@@ -44,7 +44,7 @@ def test_two_hundred_prompts(pair, prompts):
         (Setting(3, prefill_chunk=48), 12),
         (Setting(8, "page_major", prefill_chunk=48), 16),
         (Setting(8, drafter="random"), 16),
-        pytest.param(Setting(1, backend="pallas"), 2, marks=pytest.mark.long),
+        pytest.param(Setting(8, backend="pallas"), 40, marks=pytest.mark.gpu),
     ],
     ids=str,
 )
