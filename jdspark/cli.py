@@ -17,6 +17,7 @@ from typing import Any, get_args
 import jax
 
 from . import generate, lossless
+from .bench import command as bench
 from .checkpoint import CheckpointContents, CheckpointError, inspect_checkpoint
 from .config import ConfigError
 from .ops.backends import Backend, why_unavailable
@@ -134,12 +135,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     lossless.add_arguments(
         commands.add_parser("lossless", help="compare greedy text with drafting to the target's own, on held-out source files")
     )
+    bench.add_arguments(
+        commands.add_parser("bench", help="time the decode step and its parts on this machine, and torch beside them")
+    )
     args = parser.parse_args(argv)
     try:
         if args.command == "generate":
             return generate.run_generate(args)
         if args.command == "lossless":
             return lossless.run_lossless(args)
+        if args.command == "bench":
+            return bench.run_bench(args)
         return run_info(args.checkpoint, args.json)
     except (ValueError, OSError) as error:  # what the user asked for cannot be done; says why
         parser.exit(2, f"jdspark {args.command}: {error}\n")

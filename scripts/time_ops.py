@@ -7,10 +7,8 @@ launch gaps not counted, mean of `--repeat` calls on alternating inputs. The JSO
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.profiler import ProfileData
 
 from jdspark import ops
+from jdspark.bench.profile import kernel_times
 from jdspark.ops.backends import has_kernel, why_unavailable
 from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, K3_SHAPES, BatchShape, draw_batch
 
@@ -33,11 +31,6 @@ TIMED_OPS = (
 TIMED_SHAPES = tuple(K3_SHAPES[index] for index in (0, 5, 1, 6))
 
 UNIT = "us of kernel time per call, launch gaps not counted"
-
-
-def marker(x: jax.Array) -> jax.Array:
-    """A kernel that is easy to find in a profile: it separates the timed segments."""
-    return jnp.sort(x)
 
 
 def draw(op: str, shape: BatchShape, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,37 +70,6 @@ def segment(op: str, shape: BatchShape, backend: str) -> Callable[[], Any]:
     for _ in draws:
         jax.block_until_ready(run())
     return run
-
-
-def kernel_times(segments: list[Callable[[], Any]], repeat: int) -> list[tuple[float, float]]:
-    """(microseconds, launches) per call of each segment, from one trace of the GPU's streams."""
-    boundary = jax.jit(marker, donate_argnums=0)  # donated: a copy before the sort would count as the last segment's
-    number = jax.block_until_ready(boundary(jnp.arange(7)))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for run in segments:
-                number = jax.block_until_ready(boundary(number))
-                for _ in range(repeat):
-                    result = run()
-                jax.block_until_ready(result)
-        (trace,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
-        events = sorted(
-            (event.start_ns, event.duration_ns, event.name)
-            for plane in ProfileData.from_file(trace).planes
-            if plane.name.startswith("/device:GPU")
-            for line in plane.lines
-            if line.name.startswith("Stream")
-            for event in line.events
-        )
-    groups: list[list[float]] = []
-    for _, duration, name in events:
-        if "sort" in name:
-            groups.append([])
-        elif groups:
-            groups[-1].append(duration)
-    if len(groups) != len(segments):
-        raise RuntimeError(f"the trace has {len(groups)} marked segments, expected {len(segments)}")
-    return [(sum(group) / repeat / 1e3, len(group) / repeat) for group in groups]
 
 
 def time_op(op: str, backends: list[str], repeat: int) -> list[dict[str, Any]]:

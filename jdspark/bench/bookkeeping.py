@@ -1,0 +1,160 @@
+"""Part (a): everything of a step that is neither a product nor attention, on ready-made products."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import ops
+from ..config import Geometry
+from ..params import Array, DrafterParams
+from ..state import Changing, DecodeState, split
+from ..step import StepInputs
+from .clock import Variant, or_raise
+from .scale import Scale, draw_inputs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """One step's operands with the products in place."""
+
+    inputs: StepInputs
+    accepted_tokens: Array
+    """`[B, K+1]` int32"""
+    num_accepted: Array
+    """`[B]` int32"""
+    compressed: Array
+    """`[B*(K+1), L, D]`: the context's stacked `kv_a_proj` product."""
+    block_latents: Array
+    """`[L, B, block_size, D]`"""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weights and tables that the bookkeeping reads."""
+
+    embed_tokens: Array
+    kv_a_layernorm: Array
+    rope_cos: Array
+    rope_sin: Array
+
+
+def draw_ready(rng: np.random.Generator, scale: Scale, geometry: Geometry, B: int) -> Ready:
+    """Fresh operands on the device."""
+    config, K = scale.config, scale.K
+    L, D = config.num_hidden_layers, config.latent_dim
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), scale.dtype)
+
+    inputs = dataclasses.replace(draw_inputs(rng, scale, geometry, B), captured=None)
+    accepted_tokens, num_accepted = ops.accept_strict(inputs.logits, inputs.draft_tokens)
+    return Ready(inputs, accepted_tokens, num_accepted, normal(B * (K + 1), L, D), normal(L, B, config.block_width(K), D))
+
+
+def weights_of(params: DrafterParams, state: DecodeState) -> Weights:
+    return Weights(params.embed_tokens, params.kv_a_layernorm, state.rope_cos, state.rope_sin)
+
+
+def bookkeeping(
+    state: Changing, ready: Ready, weights: Weights, scale: Scale, geometry: Geometry, *, backend: str, acceptance: bool
+) -> tuple[Changing, tuple[jax.Array, ...]]:
+    """One step's bookkeeping, every op on one backend: the next state, and what the drafter's products would read.
+
+    With `acceptance` the target's logits are accepted first and the next tokens put together last; else the accepted tokens
+    are operands, as in the source document, whose bookkeeping begins behind the sampler.
+    """
+    config = scale.config
+    accepted_tokens, num_accepted = ready.accepted_tokens, ready.num_accepted
+    if acceptance:
+        accepted_tokens, num_accepted = ops.accept_strict(ready.inputs.logits, ready.inputs.draft_tokens, backend=backend)
+    prepared = ops.prepare_step(
+        ready.inputs.encoded_offsets, accepted_tokens, num_accepted, state.ctx_len, ready.inputs.slots,
+        pool_idx=geometry.pool_idx, divisor=geometry.offset_divisor, page_size=geometry.page_size,
+        block_size=config.block_width(scale.K), max_ctx=geometry.max_ctx, mask_token_id=config.mask_token_id, backend=backend,
+    )  # fmt: skip
+    latents = ops.norm_rope(
+        ready.compressed, prepared.prologue.context_positions.reshape(-1), weights.kv_a_layernorm,
+        weights.rope_cos, weights.rope_sin, eps=config.rms_norm_eps, backend=backend,
+    )  # fmt: skip
+    pool = ops.store_prepared(
+        state.pool, latents, num_accepted, prepared.store_pages, prepared.store_offsets, layout=geometry.layout, backend=backend
+    )
+    noise = ops.noise_block(
+        weights.embed_tokens, prepared.prologue.bonus, block_size=config.block_width(scale.K),
+        mask_token_id=config.mask_token_id, backend=backend,
+    )  # fmt: skip
+    pool = ops.write_block_latents(pool, ready.block_latents, prepared.placement, layout=geometry.layout, backend=backend)
+    read: tuple[jax.Array, ...] = (
+        noise, prepared.prologue.bonus, prepared.prologue.query_positions, prepared.placement.page_tables, prepared.advertised
+    )  # fmt: skip
+    if acceptance:
+        read += (ops.next_tokens(accepted_tokens, num_accepted, ready.inputs.draft_tokens, backend=backend),)
+    return Changing(pool, prepared.ctx_len, state.force_counter), read
+
+
+Body = Callable[[Changing, Ready, Weights], tuple[Changing, tuple[jax.Array, ...]]]
+
+
+def repeated(body: Body, state: Changing, sets: Sequence[Ready], weights: Weights, passes: int) -> tuple[Changing, Any]:
+    """`passes` times over the sets of operands, in one loop: the state at the end and the results of the last pass.
+
+    A barrier ties each step's operands to the lengths that the step before left, so that nothing that depends on the operands
+    alone can be moved out of the loop; every step's results leave the loop's body, so that none can be left out.
+    """
+
+    def one_pass(_: Any, carried: tuple[Changing, Any]) -> tuple[Changing, Any]:
+        state, _ = carried
+        results = []
+        for ready in sets:
+            ready, ctx_len = jax.lax.optimization_barrier((ready, state.ctx_len))
+            state, read = body(state._replace(ctx_len=ctx_len), ready, weights)
+            results.append(read)
+        return state, results
+
+    shapes = jax.eval_shape(lambda: one_pass(0, (state, None)))[1]
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.fori_loop(0, passes, one_pass, (state, empty))
+
+
+BACKENDS = {"jax xla": "xla", "jax pallas": "pallas", "jax triton": "triton"}
+
+
+class Carried:
+    """A state that timed calls hand on: each donates it and leaves the next one."""
+
+    def __init__(self, state: DecodeState):
+        self.state = state
+
+
+def lowered(scale: Scale, geometry: Geometry, carried: DecodeState, sets: Sequence[Ready], weights: Weights, *,
+            backend: str, acceptance: bool) -> Any:  # fmt: skip
+    """The looped bookkeeping on one backend, `jax.stages.Lowered`; arrays may be abstract."""
+    body = functools.partial(bookkeeping, scale=scale, geometry=geometry, backend=backend, acceptance=acceptance)
+
+    def loop(state: Changing, sets: Sequence[Ready], weights: Weights) -> tuple[Changing, Any]:
+        return repeated(body, state, sets, weights, scale.loop)
+
+    return jax.jit(loop, donate_argnums=0).lower(split(carried)[0], sets, weights)
+
+
+def variant(compiled: Any, scale: Scale, carried: Carried, sets: Sequence[Ready], weights: Weights) -> Variant:
+    """A call is one dispatch of the loop on the carried state; `compiled` as `compile_all` has it."""
+    compiled = or_raise(compiled)
+
+    def run() -> Any:
+        changing, read = compiled(split(carried.state)[0], sets, weights)
+        carried.state = dataclasses.replace(carried.state, **changing._asdict())
+        return changing.ctx_len, read
+
+    scratch = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    note = f"copies the pool: {scratch / 1e9:.1f} GB of scratch memory" if scratch >= carried.state.pool.nbytes else ""
+    return Variant(run, steps=scale.loop * len(sets), one_dispatch=True, note=note)

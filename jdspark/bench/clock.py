@@ -1,0 +1,194 @@
+"""Timing: variants of one computation in turn, by the host's clock, by device events and by a profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from .profile import profile_calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way of computing something, compiled and warmed up."""
+
+    run: Callable[[], Any]
+    """Dispatches one call on the next operands in turn; does not wait for the device."""
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    """Waits for what `run` returned and everything before it."""
+    steps: int = 1
+    """Decode steps per call."""
+    one_dispatch: bool = False
+    """A call is a single dispatch of many steps, so that the host's clock over the steps is device time, gaps included."""
+    event_seconds: Callable[[int], float] | None = None
+    """Seconds of device time of this many calls, between two events on the stream."""
+    skip: int = 0
+    """Kernels at the head of every call that do not belong to it (a flush of the cache)."""
+    note: str = ""
+
+
+@dataclasses.dataclass
+class Figures:
+    """Medians per decode step, in microseconds; None where nothing could say."""
+
+    wall_us: float | None = None
+    """Host clock, calls back to back, from the first dispatch to the last result."""
+    device_us: float | None = None
+    """Device time, launch gaps inside a step included; `device_clock` says how it was taken."""
+    device_clock: str = ""
+    """`events` (CUDA events around replays of a graph), `loop` (host clock over one jitted loop of many steps), `profile`
+    (from the first kernel's start to the last one's end)."""
+    kernel_us: float | None = None
+    """Kernels and copies alone, from a profile."""
+    launches: float | None = None
+    graph_launches: float | None = None
+    """CUDA graphs that the host launches per step, from the same profile."""
+    loose_launches: float | None = None
+    """Kernels and copies per step that are not part of a CUDA graph."""
+    error: str = ""
+    note: str = ""
+
+
+class Deadline:
+    """A time limit that is asked before each piece of work."""
+
+    def __init__(self, seconds: float):
+        self._ends = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until it ends, at least 0."""
+        return max(0.0, self._ends - time.monotonic())
+
+
+def describe(error: BaseException) -> str:
+    """One line for a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Host seconds of one call."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def median_seconds(call: Callable[[], Any], rounds: int) -> float:
+    """The median host seconds of several calls."""
+    return statistics.median(seconds_of(call) for _ in range(rounds))
+
+
+def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12) -> dict[Key, Any]:
+    """Trace each function in turn, compile them side by side; the exception stands in the place of one that failed."""
+
+    def compiled(lowered: Any) -> Any:
+        try:
+            return lowered.compile()
+        except Exception as error:
+            return error
+
+    results: dict[Key, Any] = {}
+    with ThreadPoolExecutor(workers) as pool:
+        for key, function in lower.items():
+            try:
+                results[key] = pool.submit(compiled, function())
+            except Exception as error:
+                results[key] = error
+        return {key: result if isinstance(result, Exception) else result.result() for key, result in results.items()}
+
+
+def or_raise(compiled: Any) -> Any:
+    """An executable of `compile_all`; raises what stands in its place."""
+    if isinstance(compiled, Exception):
+        raise compiled
+    return compiled
+
+
+def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int) -> dict[str, Figures]:
+    """Build the variants, run them in turn for several rounds, then once more under the profiler.
+
+    A variant that raises, when it is built or when it runs, gets the message in its figures and stops no other.
+
+    Args:
+        calls: of each variant in each round, back to back.
+        profiled_calls: of each variant under the profiler; 0 leaves the profile out, as on a CPU, where there is none.
+    """
+    figures = {name: Figures() for name in build}
+    variants: dict[str, Variant] = {}
+    for name, function in build.items():
+        with _noting(figures[name]):
+            variants[name] = function()
+            variants[name].wait(variants[name].run())
+            figures[name].note = variants[name].note
+    wall: dict[str, list[float]] = {name: [] for name in variants}
+    events: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, variant in variants.items():
+            if figures[name].error:
+                continue
+            with _noting(figures[name]):
+                wall[name].append(seconds_of(lambda variant=variant: _call(variant, calls)) / calls / variant.steps)  # type: ignore[misc]
+                if variant.event_seconds is not None:
+                    events[name].append(variant.event_seconds(calls) / calls / variant.steps)
+    for name, variant in variants.items():
+        of_variant = figures[name]
+        if of_variant.error:
+            continue
+        of_variant.wall_us = statistics.median(wall[name]) * 1e6
+        if events[name]:
+            of_variant.device_us, of_variant.device_clock = statistics.median(events[name]) * 1e6, "events"
+        elif profiled_calls and variant.one_dispatch:
+            of_variant.device_us, of_variant.device_clock = of_variant.wall_us, "loop"
+    sound = {name: variant for name, variant in variants.items() if not figures[name].error}
+    if profiled_calls and sound:
+        try:
+            _profile(sound, figures, profiled_calls)
+        except Exception as error:  # the times by the clock stand without it
+            for name in sound:
+                figures[name].note = f"no profile: {describe(error)}"
+    return figures
+
+
+def _call(variant: Variant, calls: int) -> None:
+    result = None
+    for _ in range(calls):
+        result = variant.run()
+    variant.wait(result)
+
+
+def _profile(variants: dict[str, Variant], figures: dict[str, Figures], calls: int) -> None:
+    """Add what a profile of the variants says to their figures."""
+    runs = [lambda variant=variant: _call(variant, calls) for variant in variants.values()]
+    for (name, variant), whole in zip(variants.items(), profile_calls(runs, 1, lambda _: None), strict=True):
+        of_variant, steps = figures[name], calls * variant.steps
+        if not whole.events:
+            of_variant.note = "the profile has nothing of it"
+            continue
+        segment = whole.without_head(calls, variant.skip)
+        of_variant.kernel_us = segment.kernel_us(steps)
+        of_variant.launches = segment.launches(steps)
+        of_variant.graph_launches = segment.graph_launches / steps
+        of_variant.loose_launches = segment.loose_launches(steps)
+        if of_variant.device_us is None:
+            of_variant.device_us, of_variant.device_clock = whole.span_us(calls, skip=variant.skip), "profile"
+
+
+class _noting:
+    """Keeps an exception of its block as the error of some figures."""
+
+    def __init__(self, figures: Figures):
+        self._figures = figures
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self._figures.error = describe(error)
+            return True
+        return False

@@ -1,0 +1,347 @@
+"""The parts of the benchmark: each yields rows as they are measured and never raises for one that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..config import Geometry
+from ..ops.backends import why_unavailable
+from ..params import DrafterParams
+from ..state import DecodeState
+from . import bookkeeping, step_parts, whole_step
+from .bookkeeping import BACKENDS, Carried, Ready
+from .clock import Deadline, Figures, Variant, compile_all, describe, measure
+from .floors import floor_us, step_bytes
+from .scale import Cell, Scale, draw_inputs, filled_state
+from .step_parts import PART_OPS, PartRun, cache_flush, part_backends
+
+FLUSHED_BYTES = 256 << 20
+"""Several times the cache of any GPU this runs on."""
+
+INTERPRETER = "without a GPU this would time an interpreter"
+NO_TIME = "the time limit was near"
+
+Build = dict[str, Callable[[], Variant]]
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the result."""
+
+    part: str
+    """`bookkeeping`, `bookkeeping and acceptance`, `torch.compile`, `step`, or `part` for one part of a step."""
+    name: str
+    """The variant; of a part: its name and backend."""
+    B: int
+    context: int
+    columns: int
+    """Of the page tables."""
+    figures: Figures = dataclasses.field(default_factory=Figures)
+    left_out: str = ""
+    """Why it was not measured: not there on this machine, or no time for it. What broke is in `figures.error`."""
+    bytes: int | None = None
+    """What the floor counts, see `part_bytes`."""
+    floor_us: float | None = None
+    """The time that a copy of these bytes takes, read and written counted, at the bandwidth measured in the same run."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Device time over the floor."""
+        return self.figures.device_us / self.floor_us if self.floor_us and self.figures.device_us else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields in one flat object."""
+        fields = dataclasses.asdict(self)
+        figures = fields.pop("figures")
+        return {**fields, "ratio": self.ratio, **figures}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Row:
+        """The inverse of `to_json`."""
+        of_figures = {field.name for field in dataclasses.fields(Figures)}
+        own = {name: value for name, value in fields.items() if name not in of_figures and name != "ratio"}
+        return cls(**own, figures=Figures(**{name: fields[name] for name in of_figures}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What all parts share."""
+
+    scale: Scale
+    on_gpu: bool
+    bandwidth: float
+    """Bytes per second of a copy, read and written counted."""
+    seed: int
+    deadline: Deadline
+
+    def unavailable(self, backend: str) -> str:
+        """Why a backend of JAX is not measured on this machine; empty if it is."""
+        if backend == "pallas" and not self.on_gpu:
+            return INTERPRETER
+        return why_unavailable(backend) or ""
+
+    def rng(self, cell: Cell) -> np.random.Generator:
+        """For the operands of a cell."""
+        return np.random.default_rng([self.seed, *cell])
+
+    def measured(self, part: str, cell: Cell, columns: int, build: Build, left_out: dict[str, str]) -> Iterator[Row]:
+        """Rows of one cell: what is measured, then what is not."""
+        scale = self.scale
+        figures = measure(build, rounds=scale.rounds, calls=scale.calls, profiled_calls=scale.profiled_calls)
+        for name, of_variant in figures.items():
+            yield Row(part, name, *cell, columns, of_variant)
+        yield from unmeasured(part, cell, columns, left_out)
+
+    def with_floor(self, row: Row, moved: int) -> Row:
+        """The row with the bytes and their floor filled in."""
+        return dataclasses.replace(row, bytes=moved, floor_us=floor_us(moved, self.bandwidth))
+
+
+class Pace:
+    """Asks the deadline before each piece of work whether one as long as the longest so far still fits."""
+
+    def __init__(self, deadline: Deadline):
+        self._deadline, self._longest, self._before = deadline, 0.0, deadline.left()
+
+    def fits(self) -> bool:
+        """Whether there is time for another piece; the one before it ends here."""
+        left = self._deadline.left()
+        self._longest, self._before = max(self._longest, self._before - left), left
+        return left > self._longest
+
+
+def unmeasured(part: str, cell: Cell, columns: int, reasons: dict[str, str]) -> Iterator[Row]:
+    for name, reason in reasons.items():
+        yield Row(part, name, *cell, columns, left_out=reason)
+
+
+def no_time(names: Iterable[str], left_out: dict[str, str]) -> dict[str, str]:
+    """Every name with the reason why it is not measured."""
+    return {name: left_out.get(name, NO_TIME) for name in names}
+
+
+def torch_side() -> Any:
+    """The module `torch_bridge.bench`, or None where torch is not installed."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("torch_bridge") is None:
+        return None
+    return importlib.import_module("torch_bridge.bench")
+
+
+def forget(side: Any) -> None:
+    """Free what the last cell's variants held."""
+    gc.collect()
+    if side is not None:
+        side.release()
+
+
+class Bookkeeping:
+    """The bookkeeping of one part's cells, which share a pool per framework, and the embedding."""
+
+    def __init__(self, run: Run, cells: Sequence[Cell], *, acceptance: bool):
+        self.run, self.acceptance, self.side = run, acceptance, torch_side()
+        scale = run.scale
+        params = scale.drafter(run.seed)
+        longest = Cell(max(cell.B for cell in cells), max(cell.context for cell in cells))
+        state = filled_state(scale, scale.geometry(longest, scale.bookkeeping_pages))
+        self.weights = bookkeeping.weights_of(params, state)
+        self.pool = jax.ShapeDtypeStruct(state.pool.shape, state.pool.dtype)
+        self.torch_params: Any = None
+        self.torch_state: Any = None
+        if self.side is not None:
+            self.torch_params = self.side.as_shared(bookkeeping_params(params))
+            self.torch_state = self.side.torch_state(state)
+        self.carried = Carried(state)
+
+    def lowering(self, cell: Cell, backend: str, sets: Sequence[Ready]) -> Callable[[], Any]:
+        """Traces the looped bookkeeping of a cell on a backend of JAX."""
+        state = dataclasses.replace(self.of_cell(cell), pool=self.pool)
+        return functools.partial(
+            bookkeeping.lowered, self.run.scale, state.geometry, state, sets, self.weights,
+            backend=backend, acceptance=self.acceptance,
+        )  # fmt: skip
+
+    def of_cell(self, cell: Cell) -> DecodeState:
+        """The carried state with a cell's sizes, every request at its longest."""
+        geometry = self.geometry(cell)
+        ctx_len = jnp.full(cell.B + 1, geometry.max_ctx, jnp.int32).at[-1].set(0)
+        return dataclasses.replace(self.carried.state, ctx_len=ctx_len, geometry=geometry)
+
+    def geometry(self, cell: Cell) -> Geometry:
+        return self.run.scale.geometry(cell, self.run.scale.bookkeeping_pages)
+
+    def build(self, cell: Cell, compiled: dict[str, Any], torch_names: Iterable[str], sets: Sequence[Ready]) -> Build:
+        """The variants of a cell: torch's, and JAX's by what `compile_all` said."""
+        self.carried.state = self.of_cell(cell)
+        build: Build = {}
+        for name in torch_names:
+            build[name] = functools.partial(
+                self.side.bookkeeping_variant, name, self.run.scale, self.torch_params,
+                self.side.of_cell(self.torch_state, self.carried.state), self.side.as_shared(sets), acceptance=self.acceptance,
+            )  # fmt: skip
+        for name, executable in compiled.items():
+            build[name] = functools.partial(bookkeeping.variant, executable, self.run.scale, self.carried, sets, self.weights)
+        return build
+
+
+def bookkeeping_params(params: DrafterParams) -> DrafterParams:
+    """The weights without those that the bookkeeping does not read."""
+    nothing: Any = None
+    return dataclasses.replace(params, fc=None, kv_a_proj=nothing, layers=(), markov_w1=None, markov_w2=None, lm_head=None)
+
+
+def bookkeeping_rows(
+    run: Run, cells: Sequence[Cell], *, acceptance: bool = False, compiled_torch: bool = False
+) -> Iterator[Row]:
+    """Rows of the bookkeeping.
+
+    Args:
+        compiled_torch: measure `torch.compile` beside plain XLA and the eager chain, instead of everything else.
+    """
+    part = "torch.compile" if compiled_torch else "bookkeeping and acceptance" if acceptance else "bookkeeping"
+    side = torch_side()
+    jax_names = [name for name in BACKENDS if not compiled_torch or name == "jax xla"]
+    torch_names = () if side is None else ("torch eager", side.COMPILED) if compiled_torch else side.BOOKKEEPING
+    left_out = {name: reason for name in torch_names if (reason := side.unavailable(name))}
+    left_out |= {name: reason for name in jax_names if (reason := run.unavailable(BACKENDS[name]))}
+    work = Bookkeeping(run, cells, acceptance=acceptance)
+    pace = Pace(run.deadline)
+    for group in itertools.batched(cells, 6):  # compiled side by side
+        columns = {cell: work.geometry(cell).max_blocks_per_seq for cell in group}
+        if not pace.fits():
+            for cell in group:
+                yield from unmeasured(part, cell, columns[cell], no_time([*torch_names, *jax_names], left_out))
+            continue
+        sets = {cell: draw_sets(run, cell, work.geometry(cell)) for cell in group}
+        compiled = compile_all(
+            {
+                (cell, name): work.lowering(cell, BACKENDS[name], sets[cell])
+                for cell in group
+                for name in jax_names
+                if name not in left_out
+            }
+        )
+        for cell in group:
+            of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
+            build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
+            yield from run.measured(part, cell, columns[cell], build, left_out)
+            del build
+            forget(side)
+
+
+def draw_sets(run: Run, cell: Cell, geometry: Geometry) -> list[Ready]:
+    """A cell's operands of the bookkeeping."""
+    rng = run.rng(cell)
+    return [bookkeeping.draw_ready(rng, run.scale, geometry, cell.B) for _ in range(run.scale.sets)]
+
+
+def step_rows(run: Run) -> Iterator[Row]:
+    """Rows of the whole step, in a pool of the cell's own size: every context page is read."""
+    scale, side = run.scale, torch_side()
+    params = scale.drafter(run.seed)
+    torch_params = None if side is None else side.as_shared(params)
+    pace = Pace(run.deadline)
+    for cell in scale.step:
+        every, geometry = cell in scale.every_step, scale.geometry(cell)
+        columns = geometry.max_blocks_per_seq
+        options = whole_step.step_options(every)
+        torch_names = () if side is None else tuple(side.STEPS) if every else side.MAIN_STEPS
+        left_out = {name: reason for name in torch_names if (reason := side.unavailable(name))}
+        for name, of_name in options.items():
+            for backend in whole_step.backends_of(of_name):
+                if reason := run.unavailable(backend):
+                    left_out[name] = reason
+        if not pace.fits():
+            yield from unmeasured("step", cell, columns, no_time([*torch_names, *options], left_out))
+            continue
+        rng = run.rng(cell)
+        sets = [draw_inputs(rng, scale, geometry, cell.B) for _ in range(scale.sets)]
+        carried = Carried(filled_state(scale, geometry))
+        build: Build = {}
+        if side is not None:
+            of_torch = side.torch_state(carried.state)
+            for name in torch_names:
+                if name not in left_out:
+                    build[name] = functools.partial(side.step_variant, name, torch_params, of_torch, side.as_shared(sets))
+            del of_torch
+        steps = {name: whole_step.make_step(scale, geometry, of) for name, of in options.items() if name not in left_out}
+        warm = compile_all(
+            {name: functools.partial(step.lower, params, carried.state, sets[0]) for name, step in steps.items()}
+        )
+        for name, step in steps.items():
+            build[name] = functools.partial(whole_step.variant, warm[name], step, params, carried, sets)
+        moved = step_bytes(step_parts.bytes_of(scale, geometry, cell.B))
+        for row in run.measured("step", cell, columns, build, left_out):
+            yield run.with_floor(row, moved)
+        del build, carried, steps, warm, sets
+        forget(side)
+
+
+def part_rows(run: Run) -> Iterator[Row]:
+    """Rows of each part of the step; on a GPU from a profile, with the cache flushed before every call."""
+    scale = run.scale
+    params = scale.drafter(run.seed)
+    flush = cache_flush(FLUSHED_BYTES) if run.on_gpu else None
+    names = {f"{part}, {backend}": (part, backend) for part in PART_OPS for backend in part_backends(part)}
+    left_out = {name: reason for name, (_, backend) in names.items() if (reason := run.unavailable(backend))}
+    pace = Pace(run.deadline)
+    for cell in scale.parts:
+        geometry = scale.geometry(cell)
+        columns = geometry.max_blocks_per_seq
+        moved = step_parts.bytes_of(scale, geometry, cell.B)
+        if not pace.fits():
+            yield from unmeasured("part", cell, columns, no_time(names, left_out))
+            continue
+        rng, state = run.rng(cell), filled_state(scale, geometry)
+        work = PartRun([step_parts.draw_part_operands(rng, scale, geometry, cell.B, params, state) for _ in range(scale.sets)])
+        del state
+        compiled = compile_all(
+            {
+                name: functools.partial(work.lower, part, step_parts.part_function(part, scale, geometry, backend))
+                for name, (part, backend) in names.items()
+                if name not in left_out
+            }
+        )
+        build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
+        for row in run.measured("part", cell, columns, build, left_out):
+            if flush is not None:  # the host's clock saw the flush, too
+                row.figures.wall_us = None
+            yield run.with_floor(row, moved[names[row.name][0]].total)
+        del work, compiled, build
+        forget(None)
+
+
+def compiled_rows(run: Run) -> Iterator[Row]:
+    """Rows of `torch.compile`, on a GPU only: nothing about it would carry over from a CPU."""
+    if not run.scale.compiled:
+        yield Row("torch.compile", "all", 0, 0, 0, left_out="measured in a full run on a GPU only")
+        return
+    yield from bookkeeping_rows(run, run.scale.compiled, compiled_torch=True)
+
+
+PARTS: dict[str, tuple[float, Callable[[Run], Iterator[Row]]]] = {
+    "bookkeeping": (0.26, lambda run: bookkeeping_rows(run, run.scale.bookkeeping)),
+    "step": (0.42, step_rows),
+    "parts": (0.14, part_rows),
+    "acceptance": (0.06, lambda run: bookkeeping_rows(run, run.scale.acceptance, acceptance=True)),
+    "compile": (0.12, compiled_rows),
+}
+"""By the name that `--parts` takes: its share of the time limit, and its rows. In the order in which they run."""
+
+
+def guarded(run: Run, part: str) -> Iterator[Row]:
+    """The rows of one part; a part that raises ends with a row that says so."""
+    try:
+        yield from PARTS[part][1](run)
+    except Exception as error:
+        yield Row(part, "all", 0, 0, 0, Figures(error=describe(error)))

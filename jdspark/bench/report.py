@@ -1,0 +1,117 @@
+"""Tables, JSON and a chart of what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .parts import Row
+
+TITLES = {
+    "bookkeeping": "bookkeeping of a step, from the accepted tokens to the block's write, products ready-made",
+    "bookkeeping and acceptance": "the same with acceptance ahead of it and the next tokens behind it",
+    "torch.compile": "the eager chain under torch.compile, and its peers again",
+    "step": "whole step",
+    "part": "parts of the step",
+}
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "device us": lambda row: number(row.figures.device_us),
+    "clock": lambda row: row.figures.device_clock,
+    "kernels us": lambda row: number(row.figures.kernel_us),
+    "launches": lambda row: number(row.figures.launches),
+    "graphs": lambda row: number(row.figures.graph_launches, 2),
+    "loose": lambda row: number(row.figures.loose_launches),
+    "wall us": lambda row: number(row.figures.wall_us),
+    "MB": lambda row: "" if row.bytes is None else f"{row.bytes / 1e6:.2f}",
+    "floor us": lambda row: number(row.floor_us),
+    "ratio": lambda row: number(row.ratio, 2),
+}
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A figure for a table, empty if there is none."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def line(row: Row) -> str:
+    """One row as it comes, for somebody who waits."""
+    size = f"{row.part}: B={row.B} context={row.context} {row.name}"
+    if row.figures.error:
+        return f"{size}: {row.figures.error}"
+    return (
+        f"{size}: "
+        + ", ".join(f"{name} {value}" for name, value in shown(row).items())
+        + (f" ({row.figures.note})" if row.figures.note else "")
+    )
+
+
+def shown(row: Row) -> dict[str, str]:
+    """The figures of a row that are there."""
+    return {name: value for name, of in COLUMNS.items() if (value := of(row))}
+
+
+def print_tables(rows: Sequence[Row], machine: dict[str, Any]) -> None:
+    """One table per part, then what was left out and why."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else 150)
+    for part in dict.fromkeys(row.part for row in rows):
+        measured = [row for row in rows if row.part == part and not row.figures.error and not row.left_out]
+        names = [name for name, of in COLUMNS.items() if any(of(row) for row in measured)]
+        if not measured:
+            continue
+        table = Table("B", "context", "variant", title=TITLES.get(part, part))
+        for name in names:
+            table.add_column(name, justify="right")
+        for row in measured:
+            table.add_row(str(row.B), str(row.context), row.name, *(COLUMNS[name](row) for name in names))
+        console.print(table)
+    for row in rows:
+        if row.figures.error or row.figures.note:
+            cells = f"B={row.B} context={row.context} " if row.B else ""
+            console.print(f"{row.part}: {cells}{row.name}: {row.figures.error or row.figures.note}", markup=False)
+    for reason in dict.fromkeys(row.left_out for row in rows if row.left_out):
+        of_reason = dict.fromkeys(f"{row.part}: {row.name}" for row in rows if row.left_out == reason)
+        console.print(f"not measured, {reason}: {'; '.join(of_reason)}", markup=False)
+    console.print(machine["what"], style="bold", markup=False)
+
+
+def write_json(path: Path, rows: Sequence[Row], machine: dict[str, Any]) -> None:
+    """Everything that was measured so far; the file is whole at any moment."""
+    unfinished = path.with_name(path.name + ".new")
+    content = {"machine": machine, "unit": "us per decode step, medians", "rows": [row.to_json() for row in rows]}
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def step_time(row: Row) -> float | None:
+    """What the chart shows: device time, or host time where there is no device."""
+    return row.figures.device_us if row.figures.device_us is not None else row.figures.wall_us
+
+
+def plot(path: Path, rows: Sequence[Row], machine: dict[str, Any]) -> None:
+    """The whole step's time against context (B = 1) and against B (shortest context), with the floor."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.part == "step" and step_time(row) is not None]
+    shortest = min((row.context for row in rows), default=0)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    sides: tuple[tuple[str, str, Callable[[Row], int], list[Row]], ...] = (
+        ("context tokens", "B = 1", lambda row: row.context, [row for row in rows if row.B == 1]),
+        ("B", f"context {shortest}", lambda row: row.B, [row for row in rows if row.context == shortest]),
+    )
+    for axes, (label, title, x, of_side) in zip(figure.subplots(1, 2), sides, strict=True):
+        for name in dict.fromkeys(row.name for row in of_side):
+            points = sorted((x(row), step_time(row)) for row in of_side if row.name == name)
+            axes.plot(*zip(*points), marker="o", label=name)
+        floor = sorted({(x(row), row.floor_us) for row in of_side if row.floor_us is not None})
+        if floor and machine["on_gpu"]:
+            axes.plot(*zip(*floor), color="black", linestyle="--", label="floor")
+        axes.set(xlabel=label, ylabel="us per step", title=title, ylim=(0, None))
+    figure.axes[0].legend(fontsize="small")
+    figure.suptitle(machine["what"], fontsize="small")
+    figure.savefig(path, dpi=150)
