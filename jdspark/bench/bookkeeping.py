@@ -108,7 +108,7 @@ def repeated(body: Body, state: Changing, sets: Sequence[Ready], weights: Weight
     """`passes` times over the sets of operands, in one loop: the state at the end and the results of the last pass.
 
     A barrier ties each step's operands to the lengths that the step before left, so that nothing that depends on the operands
-    alone can be moved out of the loop; every step's results leave the loop's body, so that none can be left out.
+    alone can be moved out of the loop (index ranges, which depend on nothing, may be); every step's results leave the loop's body, so that none can be left out.
     """
 
     def one_pass(_: Any, carried: tuple[Changing, Any]) -> tuple[Changing, Any]:
@@ -155,6 +155,12 @@ def variant(compiled: Any, scale: Scale, carried: Carried, sets: Sequence[Ready]
         carried.state = dataclasses.replace(carried.state, **changing._asdict())
         return changing.ctx_len, read
 
+    return Variant(run, steps=scale.loop * len(sets), one_dispatch=True, note=copies_pool(compiled, carried))
+
+
+def copies_pool(compiled: Any, carried: Carried) -> str:
+    """A note for an executable whose scratch memory has room for the pool, which it then copies; empty if it has not."""
     scratch = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    note = f"copies the pool: {scratch / 1e9:.1f} GB of scratch memory" if scratch >= carried.state.pool.nbytes else ""
-    return Variant(run, steps=scale.loop * len(sets), one_dispatch=True, note=note)
+    return (
+        f"copies the pool: {scratch / 1e9:.1f} GB of scratch memory" if scratch >= carried.state.pool.nbytes > 1 << 28 else ""
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,8 +27,10 @@ class Variant:
     """Decode steps per call."""
     one_dispatch: bool = False
     """A call is a single dispatch of many steps, so that the host's clock over the steps is device time, gaps included."""
-    event_seconds: Callable[[int], float] | None = None
-    """Seconds of device time of this many calls, between two events on the stream."""
+    device_seconds: Callable[[int], float] | None = None
+    """Seconds of device time that this many calls take."""
+    device_clock: str = ""
+    """How `device_seconds` knows: `events` or `loop`, see `Figures`."""
     skip: int = 0
     """Kernels at the head of every call that do not belong to it (a flush of the cache)."""
     note: str = ""
@@ -42,15 +45,16 @@ class Figures:
     device_us: float | None = None
     """Device time, launch gaps inside a step included; `device_clock` says how it was taken."""
     device_clock: str = ""
-    """`events` (CUDA events around replays of a graph), `loop` (host clock over one jitted loop of many steps), `profile`
-    (from the first kernel's start to the last one's end)."""
+    """`events` (CUDA events around replays of a graph), `loop` (host clock over one dispatch of a jitted loop of many steps),
+    `profile` (from the first kernel's start to the last one's end, in a profile, which runs no command buffers)."""
     kernel_us: float | None = None
     """Kernels and copies alone, from a profile."""
     launches: float | None = None
+    """Kernels and copies per step."""
     graph_launches: float | None = None
-    """CUDA graphs that the host launches per step, from the same profile."""
+    """CUDA graphs (XLA: command buffers) that the host launches per step, from the same profile."""
     loose_launches: float | None = None
-    """Kernels and copies per step that are not part of a CUDA graph."""
+    """Kernels and copies per step that are not part of one; None if the profile does not tell."""
     error: str = ""
     note: str = ""
 
@@ -126,22 +130,22 @@ def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int,
             variants[name].wait(variants[name].run())
             figures[name].note = variants[name].note
     wall: dict[str, list[float]] = {name: [] for name in variants}
-    events: dict[str, list[float]] = {name: [] for name in variants}
+    device: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, variant in variants.items():
             if figures[name].error:
                 continue
             with _noting(figures[name]):
-                wall[name].append(seconds_of(lambda variant=variant: _call(variant, calls)) / calls / variant.steps)  # type: ignore[misc]
-                if variant.event_seconds is not None:
-                    events[name].append(variant.event_seconds(calls) / calls / variant.steps)
+                wall[name].append(seconds_of(functools.partial(_call, variant, calls)) / calls / variant.steps)
+                if variant.device_seconds is not None:
+                    device[name].append(variant.device_seconds(calls) / calls / variant.steps)
     for name, variant in variants.items():
         of_variant = figures[name]
         if of_variant.error:
             continue
         of_variant.wall_us = statistics.median(wall[name]) * 1e6
-        if events[name]:
-            of_variant.device_us, of_variant.device_clock = statistics.median(events[name]) * 1e6, "events"
+        if device[name]:
+            of_variant.device_us, of_variant.device_clock = statistics.median(device[name]) * 1e6, variant.device_clock
         elif profiled_calls and variant.one_dispatch:
             of_variant.device_us, of_variant.device_clock = of_variant.wall_us, "loop"
     sound = {name: variant for name, variant in variants.items() if not figures[name].error}
@@ -163,8 +167,11 @@ def _call(variant: Variant, calls: int) -> None:
 
 def _profile(variants: dict[str, Variant], figures: dict[str, Figures], calls: int) -> None:
     """Add what a profile of the variants says to their figures."""
-    runs = [lambda variant=variant: _call(variant, calls) for variant in variants.values()]
+    # a single call of many steps says it all
+    calls_of = {name: max(1, calls // variant.steps) for name, variant in variants.items()}
+    runs = [functools.partial(_call, variant, calls_of[name]) for name, variant in variants.items()]
     for (name, variant), whole in zip(variants.items(), profile_calls(runs, 1, lambda _: None), strict=True):
+        calls = calls_of[name]
         of_variant, steps = figures[name], calls * variant.steps
         if not whole.events:
             of_variant.note = "the profile has nothing of it"
@@ -172,8 +179,8 @@ def _profile(variants: dict[str, Variant], figures: dict[str, Figures], calls: i
         segment = whole.without_head(calls, variant.skip)
         of_variant.kernel_us = segment.kernel_us(steps)
         of_variant.launches = segment.launches(steps)
-        of_variant.graph_launches = segment.graph_launches / steps
-        of_variant.loose_launches = segment.loose_launches(steps)
+        of_variant.graph_launches = segment.graphs / steps
+        of_variant.loose_launches = None if segment.loose is None else segment.loose / steps
         if of_variant.device_us is None:
             of_variant.device_us, of_variant.device_clock = whole.span_us(calls, skip=variant.skip), "profile"
 

@@ -7,10 +7,12 @@ the others nothing; the results are written as they come.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +32,7 @@ from .scale import Scale, choose_scale
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
 LIMIT, QUICK_LIMIT = 540.0, 110.0
 """Seconds, by default."""
-GRACE = 20.0
+GRACE = 30.0
 """Seconds past its limit after which a part's process is ended."""
 TAG = "bench-row "
 
@@ -126,14 +128,20 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     return 1 if any(row.figures.error for row in rows) else 0
 
 
+def end_group(process: subprocess.Popen[str]) -> None:
+    """End a process and those that it started: compilers' workers would keep its output open."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def in_process(args: argparse.Namespace, part: str, bandwidth: float, seconds: float) -> Iterator[Row]:
     """The rows of one part, from a process of its own, which is ended a little past its limit."""
     command = [
         sys.executable, "-m", "jdspark", "bench", "--only-part", part, "--bandwidth", repr(bandwidth),
         "--limit", repr(max(seconds, 1.0)), "--seed", str(args.seed), *(["--quick"] if args.quick else []),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    timer = threading.Timer(seconds + GRACE, process.kill)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    timer = threading.Timer(seconds + GRACE, end_group, [process])
     timer.start()
     last: list[str] = []
     try:
@@ -147,9 +155,8 @@ def in_process(args: argparse.Namespace, part: str, bandwidth: float, seconds: f
         code = process.wait()
     finally:
         timer.cancel()
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        end_group(process)
+        process.wait()
     if code:
         ended = "ended past its time limit" if code == -9 else f"exit status {code}: {' | '.join(last)}"
         yield Row(part, "all", 0, 0, 0, Figures(error=describe(RuntimeError(ended))))

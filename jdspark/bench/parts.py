@@ -275,11 +275,19 @@ def step_rows(run: Run) -> Iterator[Row]:
                     build[name] = functools.partial(side.step_variant, name, torch_params, of_torch, side.as_shared(sets))
             del of_torch
         steps = {name: whole_step.make_step(scale, geometry, of) for name, of in options.items() if name not in left_out}
-        warm = compile_all(
-            {name: functools.partial(step.lower, params, carried.state, sets[0]) for name, step in steps.items()}
-        )
+        lower: dict[tuple[str, bool], Callable[[], Any]] = {
+            (name, False): functools.partial(step.lower, params, carried.state, sets[0]) for name, step in steps.items()
+        }
+        if scale.step_loop:
+            for name in steps:
+                lower[name, True] = functools.partial(
+                    whole_step.lowered_loop, scale, options[name], params, carried.state, sets[0]
+                )
+        warm = compile_all(lower, workers=1)  # alone on the GPU, where XLA times products to choose among them
         for name, step in steps.items():
-            build[name] = functools.partial(whole_step.variant, warm[name], step, params, carried, sets)
+            build[name] = functools.partial(
+                whole_step.variant, warm[name, False], warm.get((name, True)), scale, step, params, carried, sets
+            )
         moved = step_bytes(step_parts.bytes_of(scale, geometry, cell.B))
         for row in run.measured("step", cell, columns, build, left_out):
             yield run.with_floor(row, moved)
@@ -310,7 +318,8 @@ def part_rows(run: Run) -> Iterator[Row]:
                 name: functools.partial(work.lower, part, step_parts.part_function(part, scale, geometry, backend))
                 for name, (part, backend) in names.items()
                 if name not in left_out
-            }
+            },
+            workers=1,
         )
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
         for row in run.measured("part", cell, columns, build, left_out):

@@ -27,15 +27,25 @@ class DeviceEvent(NamedTuple):
     """Whether it was launched as part of a CUDA graph (an XLA command buffer is one)."""
 
 
+OP_BY_OP = "WARNING: CommandBuffer disabled"
+"""What XLA calls the span in which it runs a command buffer's kernels one by one, as it does while a profiler listens, unless
+`XLA_FLAGS` has `--xla_enable_command_buffers_during_profiling=true`."""
+
+COMMAND_BUFFER = "command_buffer::execute"
+GRAPH_LAUNCH = "cuGraphLaunch"
+LAUNCHES = ("cuLaunch", "cuMemcpy", "cuMemset")
+"""Driver calls that start one thing on the device."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """What the device did between two markers: `calls` equal calls of one function."""
+    """What the device did between two markers."""
 
     events: list[DeviceEvent]
-    graph_launches: int
-    """CUDA graphs that the host launched."""
-    tells_graphs: bool
-    """Whether the trace says which events belong to a graph."""
+    graphs: int
+    """CUDA graphs that the host launched, or command buffers that XLA ran kernel by kernel instead because of the profiler."""
+    loose: int | None
+    """Events that belong to no graph; None if the trace does not tell."""
 
     def kernel_us(self, calls: int) -> float:
         """Microseconds of kernels and copies per call, the gaps between them not counted."""
@@ -44,12 +54,6 @@ class Segment:
     def launches(self, calls: int) -> float:
         """Kernels and copies per call."""
         return len(self.events) / calls
-
-    def loose_launches(self, calls: int) -> float | None:
-        """Kernels and copies per call outside of CUDA graphs; None if the trace does not tell."""
-        if self.graph_launches and not self.tells_graphs:
-            return None
-        return sum(not event.in_graph for event in self.events) / calls
 
     def span_us(self, calls: int, *, skip: int = 0) -> float | None:
         """Median over the calls of the time from a call's first kernel to the end of its last, gaps included.
@@ -79,33 +83,54 @@ def marker(x: jax.Array) -> jax.Array:
     return jnp.sort(x)
 
 
+class _HostCall(NamedTuple):
+    start_ns: float
+    end_ns: float
+    name: str
+
+
 def segments_of(profile: ProfileData) -> list[Segment]:
     """The device's events between the markers of a trace, and behind the last; what is ahead of the first is left out."""
     events: list[DeviceEvent] = []
-    graph_launches: list[float] = []
+    host: set[_HostCall] = set()
     tells_graphs = False
+    wanted = (OP_BY_OP, COMMAND_BUFFER, GRAPH_LAUNCH, *LAUNCHES)
     for plane in profile.planes:
         on_device = plane.name.startswith("/device:GPU")
         for line in plane.lines:
-            if on_device and not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                if not on_device:
-                    if event.name.startswith("cuGraphLaunch"):  # of the driver: torch's runtime calls it, too
-                        graph_launches.append(event.start_ns)
-                    continue
-                graph = next((value for name, value in event.stats if name and "graph_id" in name), None)
-                tells_graphs |= graph is not None
-                events.append(DeviceEvent(event.start_ns, event.duration_ns, event.name, graph not in (None, 0, "0")))
+            if not on_device:
+                of_line = (event for event in line.events if event.name.startswith(wanted))
+                host |= {_HostCall(call.start_ns, call.start_ns + call.duration_ns, call.name) for call in of_line}
+            elif line.name.startswith("Stream"):
+                for event in line.events:
+                    graph = next((value for name, value in event.stats if name and "graph_id" in name), None)
+                    tells_graphs |= graph is not None
+                    events.append(DeviceEvent(event.start_ns, event.duration_ns, event.name, graph not in (None, 0, "0")))
     events.sort()
     starts = [index for index, event in enumerate(events) if "sort" in event.name]
     segments = []
     for start, end in zip(starts, [*starts[1:], len(events)]):
-        # every segment is waited for, so the host's launches lie between the two markers as well
+        # every segment is waited for, so the host's calls lie between the two markers as well
         until = events[end].start_ns if end < len(events) else float("inf")
-        launched = len({time for time in graph_launches if events[start].start_ns <= time < until})
-        segments.append(Segment(events[start + 1 : end], launched, tells_graphs))
+        calls = [call for call in host if events[start].start_ns <= call.start_ns < until]
+        of_segment = events[start + 1 : end]
+        graphs, loose = _graphs_and_loose(of_segment, calls, tells_graphs)
+        segments.append(Segment(of_segment, graphs, loose))
     return segments
+
+
+def _graphs_and_loose(events: list[DeviceEvent], calls: list[_HostCall], tells_graphs: bool) -> tuple[int, int | None]:
+    """The two counts of a segment. A command buffer that is launched shows up as XLA's span and as the driver's call."""
+    op_by_op = [call for call in calls if call.name.startswith(OP_BY_OP)]
+    buffers = sum(call.name.startswith(COMMAND_BUFFER) for call in calls)
+    graphs = max(buffers + len(op_by_op), sum(call.name.startswith(GRAPH_LAUNCH) for call in calls))
+    if tells_graphs and not op_by_op:
+        return graphs, sum(not event.in_graph for event in events)
+    if not graphs:
+        return graphs, len(events)
+    launches = [call.start_ns for call in calls if call.name.startswith(LAUNCHES)]
+    inside = sum(any(span.start_ns <= time <= span.end_ns for span in op_by_op) for time in launches)
+    return graphs, max(0, len(events) - inside) if inside else None
 
 
 def profile_calls(runs: Sequence[Callable[[], Any]], calls: int, wait: Callable[[Any], Any]) -> list[Segment]:
@@ -120,8 +145,10 @@ def profile_calls(runs: Sequence[Callable[[], Any]], calls: int, wait: Callable[
     """
     boundary = jax.jit(marker, donate_argnums=0)  # donated: a copy before the sort would count as the last segment's
     number = jax.block_until_ready(boundary(jnp.arange(7)))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's own calls would be most of the trace
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             for run in runs:
                 number = jax.block_until_ready(boundary(number))
                 result = None

@@ -112,6 +112,7 @@ def plot(path: Path, rows: Sequence[Row], machine: dict[str, Any]) -> None:
         if floor and machine["on_gpu"]:
             axes.plot(*zip(*floor), color="black", linestyle="--", label="floor")
         axes.set(xlabel=label, ylabel="us per step", title=title, ylim=(0, None))
-    figure.axes[0].legend(fontsize="small")
+    if rows:
+        figure.axes[0].legend(fontsize="small")
     figure.suptitle(machine["what"], fontsize="small")
     figure.savefig(path, dpi=150)

@@ -48,6 +48,8 @@ class Scale:
     """Of the copy that measures the bandwidth, and of the flush between calls."""
     loop: int
     """Passes over the sets of operands in one dispatch of the bookkeeping."""
+    step_loop: int = 50
+    """Steps in one dispatch of the whole step's loop; 0 leaves it out, as on a CPU, where there is no device time to find."""
     rounds: int = 7
     calls: int = 20
     profiled_calls: int = 8
@@ -130,6 +132,7 @@ CPU = Scale(
     bookkeeping_pages=200,
     copied_bytes=1 << 24,
     loop=20,
+    step_loop=0,
     profiled_calls=0,
 )
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..config import Geometry, StepOptions
 from ..params import DrafterParams
-from ..step import DecodeStep, StepInputs, make_decode_step
-from .bookkeeping import Carried
-from .clock import Variant, or_raise
+from ..state import Changing, DecodeState, joined, split
+from ..step import DecodeStep, StepInputs, decode_step, make_decode_step
+from .bookkeeping import Carried, copies_pool
+from .clock import Variant, describe, or_raise, seconds_of
 from .scale import Scale
 
 MAIN: dict[str, StepOptions] = {
@@ -44,11 +50,39 @@ def make_step(scale: Scale, geometry: Geometry, options: StepOptions) -> DecodeS
     return make_decode_step(scale.config, geometry, options)
 
 
-def variant(warm: Any, step: DecodeStep, params: DrafterParams, carried: Carried, sets: Sequence[StepInputs]) -> Variant:
+def lowered_loop(scale: Scale, options: StepOptions, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
+    """Many steps on the same inputs in one jitted loop, the state donated: `jax.stages.Lowered`.
+
+    A step streams its weights through the cache, which is empty of everything else when the next one begins. The barrier keeps
+    what depends on weights and inputs alone inside the loop.
+    """
+    changing, constant = split(state)
+
+    def one_step(
+        _: Any, carried: tuple[Changing, Any], params: DrafterParams, inputs: StepInputs, constant: DecodeState
+    ) -> Any:
+        changing, _ = carried
+        params, inputs, ctx_len = jax.lax.optimization_barrier((params, inputs, changing.ctx_len))
+        outputs, state = decode_step(params, joined(changing._replace(ctx_len=ctx_len), constant), inputs, options)
+        return split(state)[0], outputs
+
+    def loop(params: DrafterParams, changing: Changing, constant: DecodeState, inputs: StepInputs) -> Any:
+        body = functools.partial(one_step, params=params, inputs=inputs, constant=constant)
+        shapes = jax.eval_shape(lambda: body(0, (changing, None)))[1]
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.fori_loop(0, scale.step_loop, body, (changing, empty))
+
+    return jax.jit(loop, donate_argnums=1).lower(params, changing, constant, inputs)
+
+
+def variant(
+    warm: Any, loop: Any, scale: Scale, step: DecodeStep, params: DrafterParams, carried: Carried, sets: Sequence[StepInputs]
+) -> Variant:
     """A call is one step through the public interface, checks and dispatch included, on the carried state.
 
     Args:
         warm: the compiled step or why there is none, as `compile_all` has it; calls find it in the step's own cache.
+        loop: `lowered_loop` compiled, or why there is none; device time is what a step of it takes.
     """
     or_raise(warm)
     number = 0
@@ -59,4 +93,17 @@ def variant(warm: Any, step: DecodeStep, params: DrafterParams, carried: Carried
         number += 1
         return outputs, carried.state.ctx_len
 
-    return Variant(run)
+    def run_loop() -> None:
+        changing, _ = loop(params, *split(carried.state), sets[0])
+        carried.state = dataclasses.replace(carried.state, **changing._asdict())
+        changing.ctx_len.block_until_ready()
+
+    if loop is None:
+        return Variant(run)
+    if isinstance(loop, Exception):
+        return Variant(run, note=f"no loop: {describe(loop)}")
+    run_loop()
+    return Variant(
+        run, device_seconds=lambda calls: seconds_of(run_loop) / scale.step_loop * calls, device_clock="loop",
+        note=copies_pool(loop, carried),
+    )  # fmt: skip

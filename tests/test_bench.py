@@ -1,0 +1,439 @@
+"""`python -m jdspark bench` at tiny shapes on a CPU: its rows, its arithmetic, its reader of profiles and its limits."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+import stat
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from jdspark import StepOptions, cli, make_decode_step
+from jdspark.bench import bookkeeping, command, parts, report, whole_step
+from jdspark.bench.bookkeeping import Carried, draw_ready, weights_of
+from jdspark.bench.clock import Deadline, Figures, Variant, compile_all, measure
+from jdspark.bench.floors import Bytes, copy_bandwidth, floor_us, part_bytes, step_bytes
+from jdspark.bench.parts import PARTS, Row, Run
+from jdspark.bench.profile import segments_of
+from jdspark.bench.scale import CPU, FULL, QUICK, Cell, draw_inputs, draw_offsets, filled_state
+from jdspark.bench.step_parts import PART_OPS, part_backends
+from jdspark.presets import K3_RANK, TINY
+from jdspark.state import split
+from torch_bridge import bench as torch_bench
+from torch_bridge import compare, largest_difference
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="pins what happens on a CPU")
+
+CELL = Cell(2, 48)
+SMALL = dataclasses.replace(
+    CPU,
+    config=dataclasses.replace(TINY, num_hidden_layers=1),
+    bookkeeping=(CELL,),
+    acceptance=(CELL,),
+    step=(Cell(1, 48),),
+    every_step=(),
+    parts=(Cell(1, 48),),
+    bookkeeping_pages=24,
+    copied_bytes=1 << 16,
+    loop=2,
+    rounds=2,
+    calls=2,
+    sets=2,
+)
+
+
+def arguments(*extra):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(extra)
+
+
+def test_every_row_is_there(tmp_path, capsys):
+    """A whole run: what runs here has times, and what does not says why."""
+    report_file, chart = tmp_path / "bench.json", tmp_path / "bench.png"
+    assert command.run_bench(arguments("--json", str(report_file), "--plot", str(chart)), SMALL) == 0
+    written = json.loads(report_file.read_text())
+    rows = {(row["part"], row["name"]): row for row in written["rows"]}
+    jax_names, torch_names = set(bookkeeping.BACKENDS), set(torch_bench.BOOKKEEPING)
+    expected = {(part, name) for part in ("bookkeeping", "bookkeeping and acceptance") for name in jax_names | torch_names}
+    expected |= {("step", name) for name in {*whole_step.MAIN, *torch_bench.MAIN_STEPS}}
+    expected |= {("part", f"{part}, {backend}") for part in PART_OPS for backend in part_backends(part)}
+    assert set(rows) == expected | {("torch.compile", "all")}
+    for (part, name), row in rows.items():
+        runs = name in ("torch eager", "jax xla", "jax plain", "jax fused") or name.endswith(", xla")
+        assert (row["wall_us"] is not None and row["wall_us"] > 0) == runs == (not row["left_out"]), (part, name)
+        assert row["error"] == "", (part, name)
+        assert row["device_us"] is row["kernel_us"] is row["launches"] is None, "no device, no device time"
+        if part in ("step", "part"):
+            assert row["floor_us"] == pytest.approx(row["bytes"] / written["machine"]["copy_bandwidth"] * 1e6)
+    assert "interpreter" in rows["bookkeeping", "jax pallas"]["left_out"]
+    assert written["machine"]["what"].startswith("CPU figures, of a tiny drafter: host time, no device time")
+    assert written["machine"]["packages"]["jax"] == jax.__version__
+    output = capsys.readouterr().out
+    assert output.startswith("CPU figures")
+    assert "whole step" in output
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_part_that_raises_stops_no_other(monkeypatch, tmp_path, capsys):
+    def broken(run):
+        yield Row("first", "variant", 1, 2, 3, Figures(wall_us=1.0))
+        raise RuntimeError("no such kernel")
+
+    both = {"first": (0.5, broken), "second": (0.5, lambda run: iter([Row("second", "v", 1, 2, 3)]))}
+    monkeypatch.setattr(command, "PARTS", both)
+    monkeypatch.setattr(parts, "PARTS", both)
+    args = arguments("--json", str(tmp_path / "bench.json"), "--parts", "first,second")
+    assert command.run_bench(args, SMALL) == 1
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [(row["part"], row["name"], row["error"]) for row in rows] == [
+        ("first", "variant", ""),
+        ("first", "all", "RuntimeError: no such kernel"),
+        ("second", "v", ""),
+    ]
+    assert "first: all: RuntimeError: no such kernel" in capsys.readouterr().out
+
+
+def test_a_variant_that_raises_stops_no_other():
+    calls = []
+
+    def late():
+        calls.append(None)
+        if len(calls) == 3:
+            raise ValueError("the third call")
+
+    def never():
+        raise TypeError("not built")
+
+    wait = lambda _: None  # noqa: E731
+    build = {
+        "unbuilt": never,
+        "late": lambda: Variant(late, wait),
+        "sound": lambda: Variant(lambda: None, wait, steps=4, device_seconds=lambda calls: 8e-6 * calls, device_clock="events"),
+    }
+    figures = measure(build, rounds=3, calls=2, profiled_calls=0)
+    assert figures["unbuilt"].error == "TypeError: not built"
+    assert figures["late"].error == "ValueError: the third call"
+    assert figures["late"].wall_us is None
+    assert figures["sound"].device_us == pytest.approx(2.0), "of one of four steps"
+    assert figures["sound"].device_clock == "events"
+    assert figures["sound"].error == ""
+
+
+def test_a_function_that_does_not_compile_is_an_exception_in_its_place():
+    add = jax.jit(lambda x: x + 1)
+
+    def refused():
+        raise ValueError("not traced")
+
+    compiled = compile_all({"good": lambda: add.lower(1), "bad": refused})
+    assert compiled["good"](1) == 2
+    assert str(compiled["bad"]) == "not traced"
+
+
+def test_bytes_of_the_parts_by_hand():
+    """Numbers small enough to count: one layer, two heads."""
+    config = dataclasses.replace(
+        K3_RANK, num_hidden_layers=1, hidden_size=10, num_attention_heads=2, q_lora_rank=3, kv_lora_rank=4,
+        qk_nope_head_dim=5, qk_rope_head_dim=2, v_head_dim=6, intermediate_size=7, num_target_layers=2, target_hidden_size=11,
+        markov_rank=2, block_size=None,
+    )  # fmt: skip
+    of = part_bytes(config, B=2, K=3, context=100, columns=9, vocab=13, itemsize=2)
+    assert of["accept"] == Bytes(operands=2 * 4 * 13 * 4)
+    assert of["prepare"] == Bytes(operands=2 * 9 * (4 + 4))
+    assert of["context projection"] == Bytes(weights=2 * (10 * 22 + 10), operands=2 * 8 * 22)
+    kv_a = 6 * 10 + 4  # the product's rows of latent, and the norm
+    assert of["context latents"] == Bytes(weights=2 * kv_a)
+    assert of["block latents"] == Bytes(again=2 * kv_a)
+    assert of["store"] == Bytes(operands=2 * (8 * 6 * 2))
+    assert of["noise block"] == Bytes(operands=2 * 10 * (2 + 1 + 6))
+    assert of["query"] == Bytes(weights=2 * (10 + 3 * 10 + 3 + 2 * 7 * 3 + 2 * 5 * 4))
+    assert of["attention"] == Bytes(latents=2 * 2 * 100 * 6)
+    assert of["attention output"] == Bytes(weights=2 * (2 * 6 * 4 + 10 * 12))
+    assert of["mlp"] == Bytes(weights=2 * (10 + 3 * 7 * 10))
+    assert of["lm_head"] == Bytes(weights=2 * (10 + 13 * 10), operands=2 * 3 * 13 * (2 + 4))
+    assert of["markov chain"] == Bytes(weights=2 * 3 * 13 * 2, operands=2 * (2 * 3 * 13 * 4)), "w2 once per slot"
+    assert of["block write"] == Bytes(operands=2 * (6 * 6 * 2))
+    assert of["next tokens"] == Bytes(operands=4 * (8 + 6 + 8))
+    assert list(of) == list(PART_OPS)
+    weights = sum(part.weights for part in of.values())
+    assert step_bytes(of) == weights + of["attention"].latents
+    assert of["block latents"].total == 2 * kv_a, "its own floor counts what it reads again"
+
+
+def test_the_floor_of_one_rank_of_k3():
+    """About 0.36 ms at 2K and 4.3 TB/s: the design's figure; each further token of context costs 5 layers of 576 numbers."""
+    sizes = {"B": 1, "K": 7, "columns": 66, "vocab": 20480, "itemsize": 2}
+    short, long = (step_bytes(part_bytes(K3_RANK, context=context, **sizes)) for context in (2048, 393216))
+    assert floor_us(short, 4.3e12) == pytest.approx(357.4, abs=0.1)
+    assert long - short == (393216 - 2048) * 5 * 576 * 2
+
+
+def test_the_bandwidth_counts_both_directions(monkeypatch):
+    monkeypatch.setattr("jdspark.bench.floors.median_seconds", lambda call, rounds: 2.0)
+    assert copy_bandwidth(1 << 20) == 10 * 2 * (1 << 20) / 2.0
+
+
+def event(name, start, duration, names, graph=None):
+    number = names.setdefault(name, len(names) + 1)
+    stats = "" if graph is None else f"stats {{ metadata_id: 1 uint64_value: {graph} }}"
+    return f"events {{ metadata_id: {number} offset_ps: {int(start * 1000)} duration_ps: {int(duration * 1000)} {stats} }}"
+
+
+def plane(name, lines):
+    """Text of a plane; `lines` maps a line's name to (event name, start ns, duration ns, graph id or None)."""
+    names = {}
+    text = "".join(
+        f'lines {{ name: "{line}" {" ".join(event(*e[:3], names, *e[3:]) for e in events)} }} '
+        for line, events in lines.items()
+    )
+    metadata = "".join(f'event_metadata {{ key: {n} value {{ id: {n} name: "{name}" }} }} ' for name, n in names.items())
+    return f'planes {{ name: "{name}" {text} {metadata} stat_metadata {{ key: 1 value {{ id: 1 name: "cuda_graph_id" }} }} }}'
+
+
+def read(*planes):
+    return segments_of(ProfileData.from_text_proto("\n".join(planes)))
+
+
+KERNELS = [
+    ("before", 0, 5), ("sort_1", 10, 1),
+    ("a", 20, 2), ("b", 25, 3), ("a", 40, 2), ("b", 46, 4), ("a", 60, 2), ("b", 65, 5),
+    ("sort_1", 80, 1), ("copy", 90, 7),
+]  # fmt: skip
+
+
+def test_kernels_and_spans_of_a_profile():
+    """Three calls of two kernels and one of a copy; streams are merged, other lines left out."""
+    first, second = KERNELS[:5], KERNELS[5:]
+    segments = read(plane("/device:GPU:0", {"Stream #1": first, "Stream #2": second, "XLA Ops": [("fusion", 21, 50)]}))
+    assert [[e.name for e in segment.events] for segment in segments] == [["a", "b"] * 3, ["copy"]]
+    calls, copy = segments
+    assert calls.kernel_us(3) == pytest.approx((2 + 3 + 2 + 4 + 2 + 5) / 3 / 1e3)
+    assert calls.launches(3) == 2
+    assert calls.span_us(3) == pytest.approx(0.010), "the median of 8, 10 and 10 ns, the gaps inside a call included"
+    assert calls.span_us(3, skip=1) == pytest.approx(0.004), "of b alone"
+    assert [e.name for e in calls.without_head(3, 1).events] == ["b"] * 3
+    assert calls.span_us(4) is None, "six kernels are not four equal calls"
+    assert calls.without_head(4, 1).events == []
+    assert copy.kernel_us(1) == pytest.approx(0.007)
+    assert calls.graphs == 0
+    assert calls.loose == 6
+
+
+def test_graphs_of_a_profile():
+    """Torch's graph by its launch; XLA's by the span in which the profiler makes it run kernel by kernel; or launched."""
+    graphed = [e if e[0] in ("sort_1", "before") else (*e, 0 if e[1] == 65 else 9) for e in KERNELS]
+    torch_calls = {"python": [("cudaGraphLaunch", 12, 9), ("cuGraphLaunch", 13, 5), ("cuGraphLaunch#id=3", 35, 5)]}
+    calls, copy = read(plane("/device:GPU:0", {"Stream #1": graphed}), plane("/host:CPU", torch_calls))
+    assert (calls.graphs, calls.loose) == (2, 1)
+    assert (copy.graphs, copy.loose) == (0, 0)
+
+    spans = [
+        ("WARNING: CommandBuffer disabled when profiling", 14, 4),
+        ("WARNING: CommandBuffer disabled when profiling", 30, 4),
+    ]
+    launches = [("cuLaunchKernelEx", time, 1) for time in (12, 14, 15, 31, 33, 50)]
+    host = plane("/host:CPU", {"thread": spans, "driver": launches})
+    calls, copy = read(plane("/device:GPU:0", {"Stream #1": KERNELS}), host)
+    assert (calls.graphs, calls.loose) == (2, 2)
+    calls, _ = read(plane("/device:GPU:0", {"Stream #1": KERNELS}), plane("/host:CPU", {"thread": spans}))
+    assert (calls.graphs, calls.loose) == (2, None), "without the driver's calls nobody can tell"
+
+    executed = {"thread": [("command_buffer::execute#device=0#", 14, 4)], "driver": [("cuGraphLaunch", 15, 1)]}
+    calls, _ = read(plane("/device:GPU:0", {"Stream #1": graphed}), plane("/host:CPU", executed))
+    assert (calls.graphs, calls.loose) == (1, 1), "one graph, seen by XLA and by the driver"
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Drafter, geometry, state and operands of a cell."""
+    geometry = SMALL.geometry(CELL, SMALL.bookkeeping_pages)
+    params, state = SMALL.drafter(0), filled_state(SMALL, geometry)
+    sets = [draw_ready(np.random.default_rng(seed), SMALL, geometry, CELL.B) for seed in range(2)]
+    return params, geometry, state, sets
+
+
+@pytest.mark.parametrize("acceptance", [False, True])
+def test_the_loop_runs_every_step_of_the_bookkeeping(drawn, acceptance):
+    """What the steps leave one after the other, in every bit but for norm/rope; and torch is asked for the same work."""
+    params, geometry, state, sets = drawn
+    weights = weights_of(params, state)
+    body = functools.partial(bookkeeping.bookkeeping, scale=SMALL, geometry=geometry, backend="xla", acceptance=acceptance)
+    state = dataclasses.replace(state, ctx_len=jnp.array([20, 30, 0], jnp.int32))
+    steps, reads, torch_state = split(state)[0], [], torch_bench.torch_state(state)
+    for ready in sets * 2:
+        steps, read = body(steps, ready, weights)
+        theirs = torch_bench.bookkeeping_step(
+            torch_bench.as_shared(params), torch_state, torch_bench.as_shared(ready), fused=False, acceptance=acceptance, K=7
+        )
+        assert all(compare(a, b) for a, b in zip(theirs, read, strict=True))
+        reads.append(read)
+    assert compare(torch_state.ctx_len, steps.ctx_len)
+    assert largest_difference(torch_state.pool, steps.pool) < 2e-5
+    compiled = bookkeeping.lowered(SMALL, geometry, state, sets, weights, backend="xla", acceptance=acceptance).compile()
+    looped, last = compiled(split(jax.tree.map(jnp.copy, state))[0], sets, weights)
+    assert compare(looped.ctx_len, steps.ctx_len)
+    assert largest_difference(looped.pool, steps.pool) < 2e-5
+    assert compare(looped.pool != state.pool, steps.pool != state.pool)
+    for ours, theirs in zip(jax.tree.leaves(last), jax.tree.leaves(reads[2:]), strict=True):
+        assert compare(ours, theirs)
+    assert int(steps.ctx_len[0]) > 20, "and it did move"
+
+
+def test_nothing_leaves_the_loop(drawn):
+    """The page tables depend on operands alone: their division must still be inside the loop's body."""
+    params, geometry, state, sets = drawn
+    compiled = bookkeeping.lowered(
+        SMALL, geometry, state, sets, weights_of(params, state), backend="xla", acceptance=False
+    ).compile()
+    text = compiled.as_text()
+    assert " while(" in text
+    entry = text[text.index("ENTRY ") :]
+    assert f"s32[{CELL.B},{geometry.max_blocks_per_seq}]" in text.replace(entry, "")
+    assert "divide" in text.replace(entry, "")
+    operands = re.findall(r"fusion\(([^)]*)\)", entry)
+    assert not any(operands), "around the loop only what depends on nothing: index ranges and zeros"
+
+
+def test_lengths_stay_at_the_context(drawn):
+    """However many steps are timed: the context does not grow and no page is missing."""
+    params, geometry, state, sets = drawn
+    body = functools.partial(bookkeeping.bookkeeping, scale=SMALL, geometry=geometry, backend="xla", acceptance=True)
+    after, read = body(split(state)[0], sets[0], weights_of(params, state))
+    assert after.ctx_len.tolist() == [48, 48, 0]
+    assert read[4].tolist() == [48, 48], "advertised"
+    assert int(read[3].min()) >= 0
+
+
+def test_the_loop_of_whole_steps(drawn):
+    """Three steps in one dispatch are three steps of the public call, bit for bit."""
+    scale = dataclasses.replace(SMALL, step_loop=3)
+    params = drawn[0]
+    geometry = scale.geometry(Cell(1, 48))
+    inputs = draw_inputs(np.random.default_rng(0), scale, geometry, 1)
+    state = dataclasses.replace(filled_state(scale, geometry), ctx_len=jnp.array([9, 0], jnp.int32))
+    loop = whole_step.lowered_loop(scale, StepOptions(), params, state, inputs).compile()
+    changing, outputs = loop(params, *split(jax.tree.map(jnp.copy, state)), inputs)
+    step = make_decode_step(scale.config, geometry)
+    carried = Carried(state)
+    for _ in range(3):
+        expected, carried.state = step(params, carried.state, inputs)
+    for ours, theirs in zip(jax.tree.leaves((changing, outputs)), jax.tree.leaves((split(carried.state)[0], expected))):
+        assert compare(ours, theirs)
+
+
+def test_offsets_share_no_page_that_a_step_writes():
+    rng = np.random.default_rng(0)
+    for num_pages in (40, 400):
+        geometry = SMALL.geometry(Cell(5, 200), num_pages)
+        pages = draw_offsets(rng, geometry, 5)[0, :, 0] // geometry.offset_divisor
+        assert pages.min() >= 0
+        assert pages.max() < num_pages
+        tail = pages[:, -3:]
+        assert len(np.unique(tail)) == tail.size
+        assert not np.isin(pages[:, :-3], tail).any()
+        assert (len(np.unique(pages)) == pages.size) == (num_pages == 400)
+
+
+def test_accepted_prefixes_vary():
+    geometry = SMALL.geometry(Cell(4, 48))
+    counts = set()
+    for seed in range(8):
+        inputs = draw_inputs(np.random.default_rng(seed), SMALL, geometry, 4)
+        best = np.asarray(inputs.logits).argmax(1).reshape(4, 8)[:, :7]
+        counts |= set(np.cumprod(best == np.asarray(inputs.draft_tokens), axis=1).sum(axis=1).tolist())
+    assert counts == set(range(8))
+
+
+def test_full_and_quick_scales():
+    """Every batch and context of the issue's table; pools whose elements a 32-bit index reaches."""
+    assert {(cell.B, cell.context) for cell in FULL.bookkeeping} == {
+        (B, context) for B in (1, 4, 32) for context in (2048, 32768, 65536, 98304, 131072, 393216)
+    }
+    assert {cell.context for cell in FULL.step if cell.B == 1} == {2048, 32768, 65536, 98304, 131072, 393216}
+    assert {cell.B for cell in FULL.step} == {1, 4, 32}
+    assert {cell.B for cell in (*QUICK.bookkeeping, *QUICK.step, *QUICK.parts)} == {1}
+    for cell in (*FULL.step, *FULL.parts):
+        assert FULL.geometry(cell).num_pages * 32 * 5 * 576 < 2**31
+    assert abs(sum(share for share, _ in PARTS.values()) - 1) < 1e-9
+
+
+def test_without_time_the_rows_say_so():
+    """What needs longer than is left is not begun; the first piece is."""
+    scale = dataclasses.replace(SMALL, bookkeeping=(CELL,) * 2, rounds=1)
+    run = Run(scale, False, 1e9, 0, Deadline(0.0))
+    rows = list(parts.bookkeeping_rows(run, scale.bookkeeping))
+    assert {row.name: row.left_out for row in rows}["jax xla"] == parts.NO_TIME
+    assert all(row.left_out for row in rows)
+    pace = parts.Pace(Deadline(100.0))
+    assert pace.fits()
+
+
+def fake_python(tmp_path, script):
+    """An executable in Python's place that runs a shell script."""
+    file = tmp_path / "python"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    return str(file)
+
+
+def test_a_part_in_its_own_process(tmp_path, monkeypatch, capsys):
+    """Rows come as they are printed; a crash, or no end, becomes a row."""
+    row = Row("step", "jax plain", 1, 2048, 66, Figures(device_us=3.5, wall_us=4.0), bytes=10, floor_us=2.0)
+    assert row.ratio == 1.75
+    line = command.TAG + json.dumps(row.to_json())
+    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, f"echo 'a warning'\necho '{line}'\nexit 3"))
+    first, last = command.in_process(arguments(), "step", 1e9, 5.0)
+    assert first == row
+    assert (last.part, last.figures.error) == ("step", "RuntimeError: exit status 3: a warning")
+    assert "a warning" in capsys.readouterr().out
+
+    monkeypatch.setattr(command, "GRACE", 0.0)
+    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, f"echo '{line}'\nsleep 60 & sleep 60"))
+    first, last = command.in_process(arguments(), "step", 1e9, 0.3)
+    assert first == row
+    assert last.figures.error == "RuntimeError: ended past its time limit"
+
+
+def test_the_process_of_a_part_prints_its_rows(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jdspark", "bench"])
+    scale = dataclasses.replace(SMALL, rounds=1, calls=1)
+    assert command.run_bench(arguments("--only-part", "compile", "--bandwidth", "1e9"), scale) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    row = Row.from_json(json.loads(line.removeprefix(command.TAG)))
+    assert (row.part, row.left_out) == ("torch.compile", "measured in a full run on a GPU only")
+
+
+def test_the_chart_has_a_line_per_variant_and_the_floor(tmp_path):
+    rows = [
+        Row("step", name, B, context, 9, Figures(device_us=scale * context), bytes=1, floor_us=float(context))
+        for name, scale in (("a", 2.0), ("b", 3.0))
+        for B, context in ((1, 20), (1, 10), (4, 10))
+    ]
+    file = tmp_path / "chart.svg"
+    report.plot(file, rows, {"what": "one GPU", "on_gpu": True})
+    text = file.read_text()
+    assert text.startswith("<?xml")
+    report.plot(tmp_path / "empty.png", [], {"what": "nothing", "on_gpu": False})
+    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--parts", "step,stop"], "--parts: unknown stop; known are bookkeeping, step, parts, acceptance, compile"),
+        (["--limit", "0"], "--limit is 0.0, expected more than 0 seconds"),
+        (["--json", "/nowhere/bench.json"], "--json: /nowhere is not a folder"),
+        (["--plot", "/nowhere/bench.png"], "--plot /nowhere/bench.png: expected a file in an existing folder"),
+    ],
+)
+def test_bad_arguments_are_refused(capsys, extra, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", *extra])
+    assert f"jdspark bench: {message}" in capsys.readouterr().err
