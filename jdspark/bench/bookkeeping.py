@@ -107,16 +107,17 @@ Body = Callable[[Changing, Ready, Weights], tuple[Changing, tuple[jax.Array, ...
 def repeated(body: Body, state: Changing, sets: Sequence[Ready], weights: Weights, passes: int) -> tuple[Changing, Any]:
     """`passes` times over the sets of operands, in one loop: the state at the end and the results of the last pass.
 
-    A barrier ties each step's operands to the lengths that the step before left, so that nothing that depends on the operands
-    alone can be moved out of the loop (index ranges, which depend on nothing, may be); every step's results leave the loop's body, so that none can be left out.
+    A barrier ties each step's operands and weights to the lengths that the step before left, so that nothing that depends on
+    them alone can be moved out of the loop (index ranges, which depend on nothing, may be); every step's results leave the
+    loop's body, so that none can be left out.
     """
 
     def one_pass(_: Any, carried: tuple[Changing, Any]) -> tuple[Changing, Any]:
         state, _ = carried
         results = []
         for ready in sets:
-            ready, ctx_len = jax.lax.optimization_barrier((ready, state.ctx_len))
-            state, read = body(state._replace(ctx_len=ctx_len), ready, weights)
+            ready, of_step, ctx_len = jax.lax.optimization_barrier((ready, weights, state.ctx_len))
+            state, read = body(state._replace(ctx_len=ctx_len), ready, of_step)
             results.append(read)
         return state, results
 
