@@ -220,6 +220,7 @@ def test_kernels_and_spans_of_a_profile():
     assert calls.span_us(3, skip=1) == pytest.approx(0.004), "of b alone"
     assert [e.name for e in calls.without_head(3, 1).events] == ["b"] * 3
     assert calls.span_us(4) is None, "six kernels are not four equal calls"
+    assert calls.without_head(3, 1).loose == 3
     assert calls.without_head(4, 1).events == []
     assert copy.kernel_us(1) == pytest.approx(0.007)
     assert calls.graphs == 0

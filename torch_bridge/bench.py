@@ -43,11 +43,21 @@ MAIN_STEPS = ("torch eager", "torch fused")
 NEEDS_GPU = "without a GPU this would time an interpreter"
 
 
+def on_gpu() -> bool:
+    """Whether JAX runs on a GPU: torch runs where the operands are."""
+    return jax.default_backend() == "gpu"
+
+
+def sees_device() -> bool:
+    """Whether torch can run where JAX does."""
+    return torch.cuda.is_available() or not on_gpu()
+
+
 def unavailable(name: str) -> str:
     """Why a variant is not measured on this machine; empty if it is."""
-    if name == COMPILED and not torch.cuda.is_available():
+    if name == COMPILED and not on_gpu():
         return "a CUDA graph of the compiled chain needs a GPU"
-    return NEEDS_GPU if "fused" in name and not torch.cuda.is_available() else ""
+    return NEEDS_GPU if "fused" in name and not on_gpu() else ""
 
 
 def as_shared(tree: Any) -> Any:
@@ -101,7 +111,7 @@ def bookkeeping_variant(
     if name == COMPILED:
         torch.compiler.reset()  # what was compiled for the last shapes counts towards a limit
         call = torch.compile(step, dynamic=False)
-    if not torch.cuda.is_available():
+    if not on_gpu():
         return Variant(lambda: [call(ready) for ready in sets], lambda _: None, steps=len(sets))
     # a replay costs the host some 10 us: one graph of enough steps that the device is what takes the time
     graph, kept = capture([lambda ready=ready: call(ready) for ready in [*sets] * 8])  # type: ignore[misc]
@@ -114,7 +124,7 @@ def step_variant(name: str, params: DrafterParams, state: DecodeState, sets: Seq
     def step(inputs: StepInputs) -> Any:
         return twin.decode_step(params, state, inputs, STEPS[name])[0]
 
-    if not torch.cuda.is_available():
+    if not on_gpu():
         number = iter(range(1 << 62))
         return Variant(lambda: step(sets[next(number) % len(sets)]), lambda _: None)
     captured = [capture([lambda inputs=inputs: step(inputs)]) for inputs in sets]  # type: ignore[misc]
@@ -177,5 +187,5 @@ def of_cell(state: DecodeState, jax_state: DecodeState) -> DecodeState:
 
 def release() -> None:
     """Give torch's unused memory back to the device, for JAX."""
-    if torch.cuda.is_available():
+    if on_gpu():
         torch.cuda.empty_cache()

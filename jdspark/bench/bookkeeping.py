@@ -56,7 +56,7 @@ def draw_ready(rng: np.random.Generator, scale: Scale, geometry: Geometry, B: in
         return jnp.asarray(rng.standard_normal(shape, np.float32), scale.dtype)
 
     inputs = dataclasses.replace(draw_inputs(rng, scale, geometry, B), captured=None)
-    accepted_tokens, num_accepted = ops.accept_strict(inputs.logits, inputs.draft_tokens)
+    accepted_tokens, num_accepted = jax.jit(ops.accept_strict)(inputs.logits, inputs.draft_tokens)
     return Ready(inputs, accepted_tokens, num_accepted, normal(B * (K + 1), L, D), normal(L, B, config.block_width(K), D))
 
 

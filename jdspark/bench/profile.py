@@ -75,7 +75,8 @@ class Segment:
             return self
         size, rest = divmod(len(self.events), calls)
         kept = [] if rest else [event for index, event in enumerate(self.events) if index % size >= skip]
-        return dataclasses.replace(self, events=kept)
+        loose = None if self.loose is None else max(0, self.loose - skip * calls)  # it is not part of a graph
+        return dataclasses.replace(self, events=kept, loose=loose)
 
 
 def marker(x: jax.Array) -> jax.Array:

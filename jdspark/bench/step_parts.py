@@ -95,7 +95,7 @@ def draw_part_operands(
         return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
     inputs = draw_inputs(rng, scale, geometry, B)
-    accepted_tokens, num_accepted = ops.accept_strict(inputs.logits, inputs.draft_tokens)
+    accepted_tokens, num_accepted = jax.jit(ops.accept_strict)(inputs.logits, inputs.draft_tokens)
     none: Any = None
     operands = PartOperands(
         params, state, inputs, accepted_tokens, num_accepted, none,
@@ -103,7 +103,7 @@ def draw_part_operands(
         block_latents=normal(L, B, block, D), query=normal(L, B, block, heads, D),
         attended=normal(L, B, block, heads, config.kv_lora_rank), base_logits=normal(B, K, scale.vocab, dtype="float32"),
     )  # fmt: skip
-    return dataclasses.replace(operands, prepared=_prepare(operands, scale, geometry))
+    return dataclasses.replace(operands, prepared=jax.jit(lambda o: _prepare(o, scale, geometry))(operands))
 
 
 def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> Callable[[PartOperands], Any]:
