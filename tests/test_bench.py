@@ -20,7 +20,7 @@ from jdspark.bench.bookkeeping import Carried, draw_ready, weights_of
 from jdspark.bench.clock import Deadline, Figures, Variant, compile_all, measure
 from jdspark.bench.floors import Bytes, copy_bandwidth, floor_us, part_bytes, step_bytes
 from jdspark.bench.parts import PARTS, Row, Run
-from jdspark.bench.profile import segments_of
+from jdspark.bench.profile import DeviceEvent, Segment, segments_of
 from jdspark.bench.scale import CPU, FULL, QUICK, Cell, draw_inputs, draw_offsets, filled_state
 from jdspark.bench.step_parts import PART_OPS, part_backends
 from jdspark.presets import K3_RANK, TINY
@@ -124,6 +124,44 @@ def test_a_variant_that_raises_stops_no_other():
     assert figures["sound"].device_us == pytest.approx(2.0), "of one of four steps"
     assert figures["sound"].device_clock == "events"
     assert figures["sound"].error == ""
+
+
+def test_figures_of_a_profile_are_per_step(monkeypatch):
+    """One variant with a flush ahead of each call, one whose calls are loops of many steps, one that the profile lost."""
+    wait, ran = lambda _: None, []
+    build = {
+        "part": lambda: Variant(lambda: ran.append("part"), wait, skip=1),
+        "loop": lambda: Variant(lambda: ran.append("loop"), wait, steps=5, one_dispatch=True),
+        "lost": lambda: Variant(lambda: ran.append("lost"), wait),
+    }
+
+    def profiled(runs, calls, wait):
+        ran.clear()
+        for run in runs:
+            run()
+        assert ran == ["part"] * 4 + ["loop"] + ["lost"] * 4, "a loop is called once"
+        kernels = [DeviceEvent(100.0 * call + start, length, "k", False) for call in range(4) for start, length in flushed]
+        return [Segment(kernels, 4, 4), Segment(kernels[:10], 1, 0), Segment([], 0, 0)]
+
+    flushed = ((0, 50), (50, 6), (60, 10))
+    monkeypatch.setattr("jdspark.bench.clock.profile_calls", profiled)
+    figures = measure(build, rounds=1, calls=1, profiled_calls=4)
+    part, loop, lost = (figures[name] for name in build)
+    assert (part.device_us, part.device_clock) == (pytest.approx(0.020), "profile")
+    assert part.kernel_us == pytest.approx(0.016)
+    assert (part.launches, part.graph_launches, part.loose_launches) == (2, 1, 0), "the flush is not the part's"
+    assert (loop.device_us, loop.device_clock) == (loop.wall_us, "loop")
+    assert (loop.launches, loop.graph_launches, loop.loose_launches) == (2, 0.2, 0)
+    assert lost.note == "the profile has nothing of it"
+    assert lost.wall_us > 0
+
+    def unreadable(runs, calls, wait):
+        raise RuntimeError("the trace has 0 marked segments, expected 3")
+
+    monkeypatch.setattr("jdspark.bench.clock.profile_calls", unreadable)
+    figures = measure(build, rounds=1, calls=1, profiled_calls=4)
+    assert figures["loop"].device_us == figures["loop"].wall_us > 0
+    assert figures["part"].note.startswith("no profile: RuntimeError: the trace has 0 marked segments")
 
 
 def test_a_function_that_does_not_compile_is_an_exception_in_its_place():

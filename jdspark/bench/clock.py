@@ -181,8 +181,9 @@ def _profile(variants: dict[str, Variant], figures: dict[str, Figures], calls: i
         of_variant.launches = segment.launches(steps)
         of_variant.graph_launches = segment.graphs / steps
         of_variant.loose_launches = None if segment.loose is None else segment.loose / steps
-        if of_variant.device_us is None:
-            of_variant.device_us, of_variant.device_clock = whole.span_us(calls, skip=variant.skip), "profile"
+        span = whole.span_us(calls, skip=variant.skip)
+        if of_variant.device_us is None and span is not None:
+            of_variant.device_us, of_variant.device_clock = span / variant.steps, "profile"
 
 
 class _noting:

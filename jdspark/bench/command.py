@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -82,7 +83,7 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
         scale: instead of the one for this machine.
 
     Raises:
-        ValueError: an unknown part, a limit or a file that cannot be used.
+        ValueError: an unknown part, a limit or a file that cannot be used, no rich for the tables.
     """
     chosen = args.parts.split(",")
     if unknown := set(chosen) - set(PARTS):
@@ -90,6 +91,8 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     limit = args.limit if args.limit is not None else QUICK_LIMIT if args.quick else LIMIT
     if not limit > 0:
         raise ValueError(f"--limit is {limit}, expected more than 0 seconds")
+    if importlib.util.find_spec("rich") is None:
+        raise ValueError("the tables need rich: pip install 'jdspark[cli]'")
     if args.json is not None and not args.json.parent.is_dir():
         raise ValueError(f"--json: {args.json.parent} is not a folder")
     if args.plot is not None:
