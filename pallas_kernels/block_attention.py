@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,7 @@ PROGRAMS = 132
 CORE = 8
 """Rows that a tensor core reads together; shared memory is laid out in runs of 8 rows of 128 bytes."""
 
-SWIZZLED = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))
+SWIZZLED: Any = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 MAX_REQUESTS, MAX_RANK, MAX_WIDTH = 128, 512, 576
 
@@ -158,10 +159,14 @@ def num_tiles(advertised: Any, limit: int) -> Any:
     return lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
 
 
-def first_tile(program: Any, total: Any, programs: int) -> Any:
-    """The first of `total` tiles that a program takes; the programs' shares differ by one tile at most."""
-    share, longer = lax.div(total, jnp.int32(programs)), lax.rem(total, jnp.int32(programs))
+def first_tile(program: Any, tiles: Any, programs: int) -> Any:
+    """The first of `tiles` tiles that a program takes; the programs' shares differ by one tile at most."""
+    share, longer = lax.div(tiles, jnp.int32(programs)), lax.rem(tiles, jnp.int32(programs))
     return program * share + jnp.minimum(program, longer)
+
+
+def summed(values: list[Any]) -> Any:
+    return functools.reduce(operator.add, values)
 
 
 def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, Any, Any, Any, Any]:
@@ -174,8 +179,8 @@ def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, An
         the first tile of the run and the one behind its last, the first request with a tile in it and the one behind the
         last, and the first request's first tile.
     """
-    total = functools.reduce(lambda x, y: x + y, counts)
-    begin, end = first_tile(program, total, programs), first_tile(program + 1, total, programs)
+    tiles = summed(counts)
+    begin, end = first_tile(program, tiles, programs), first_tile(program + 1, tiles, programs)
     one, zero = jnp.int32(1), jnp.int32(0)
     start = first = behind = first_start = zero
     for count in counts:
@@ -435,7 +440,7 @@ def score_product(queries: Ref, keys: Ref) -> jax.Array:
     """Queries `[D/64, 64, 64]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
     parts = [(queries.at[i], keys.at[:, pl.ds(i * 64, 64)]) for i in range(queries.shape[0])]
     if jax.default_backend() != "gpu":
-        return sum(jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T) for q, k in parts)
+        return summed([jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T) for q, k in parts])
 
     def multiply(accumulator: Ref) -> jax.Array:
         for q, k in parts:
@@ -543,6 +548,6 @@ def added(parts: list[Partial]) -> Partial:
     """Some keys' partial sums as one. A part whose highest score is `LOWEST` counts for nothing beside another."""
     highest = functools.reduce(jnp.maximum, [maximum for maximum, _, _ in parts])
     scales = [jnp.exp2(maximum - highest) for maximum, _, _ in parts]
-    weight = sum(scale * weight for scale, (_, weight, _) in zip(scales, parts))
-    values = functools.reduce(lambda x, y: x + y, [values * scale for scale, (_, _, values) in zip(scales, parts)])
+    weight = summed([scale * weight for scale, (_, weight, _) in zip(scales, parts)])
+    values = summed([values * scale for scale, (_, _, values) in zip(scales, parts)])
     return highest, weight, values

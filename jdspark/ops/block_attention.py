@@ -17,7 +17,6 @@ class AttentionShape:
 
     B: int
     block_size: int
-    heads: int
     width: int
     kv_lora_rank: int
     page_size: int
@@ -28,8 +27,9 @@ class AttentionShape:
     def of(cls, query: Any, block_latents: Any, pool: Any, kv_lora_rank: int, layout: Layout) -> AttentionShape:
         """The shape of a call of `block_attention`."""
         page_size = pool_dims("block_attention", pool, layout)[2]
+        B, block_size, _, width = query.shape
         dtypes = tuple(sorted({dtype_name(x) for x in (query, block_latents, pool)}))
-        return cls(*query.shape, kv_lora_rank=kv_lora_rank, page_size=page_size, dtypes=dtypes)
+        return cls(B, block_size, width, kv_lora_rank, page_size, dtypes)
 
 
 def gather_context(pool: jax.Array, page_tables: jax.Array, layer: int, layout: Layout) -> tuple[jax.Array, jax.Array]:
