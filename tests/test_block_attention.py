@@ -148,12 +148,32 @@ SMALL = {"width": 192, "rank": 128}
             [150, 99, 192], page_size=32, max_blocks=6, layout="page_major", block_size=2, heads=2, seed=2, **SMALL,
             holes=[(0, 1, -1), (1, 0, 21), (1, 1, -7), (2, 5, 2**31 - 1)],
         ),
+        Attention.draw([140, 200], page_size=128, max_blocks=2, block_size=2, heads=1, seed=4, **SMALL),
     ],
-    ids=["ragged", "full pages", "holes"],
+    ids=["ragged", "full pages", "holes", "two tiles a page"],
 )  # fmt: skip
 def test_interpreted_kernels_against_fp64(case):
     operands, static = case.arguments()
     case.check(kernels.attend(*operands, **static, programs=3))
+
+
+@pytest.mark.parametrize("programs", [36, 75])
+def test_the_merge_takes_more_pieces_than_at_once(programs):
+    """Maxima that rise and fall over several rounds of a warpgroup; an index without a piece holds NaN."""
+    B, rank, rows = 1, 128, 3
+    tokens = 64 * (programs - 2)  # one tile per program but for the last, which has none
+    rng = np.random.default_rng(programs)
+    sums = rng.standard_normal((1, programs, 64, rank))
+    maxima, weights = 4 * rng.standard_normal((programs, 64)), rng.uniform(0.5, 3, (programs, 64))
+    stats = np.stack([maxima, weights], axis=1)[None]
+    sums[0, -1], stats[0, -1] = np.nan, np.nan
+    merged = kernels.merge(
+        jnp.asarray(sums, jnp.float32), jnp.asarray(stats, jnp.float32), jnp.full(B, tokens, jnp.int32),
+        num_rows=rows, limit=64 * programs, dtype=jnp.float32, programs=programs,
+    )  # fmt: skip
+    scale = 2.0 ** (maxima - maxima[:-1].max(axis=0))[:-1, :rows]
+    expected = np.einsum("pr,prk->rk", scale, sums[0, :-1, :rows]) / np.einsum("pr,pr->r", scale, weights[:-1, :rows])[:, None]
+    np.testing.assert_allclose(merged[0], expected, rtol=2e-5, atol=2e-5)  # fp32
 
 
 def test_the_kernels_lower_for_a_gpu_at_k3_shapes(monkeypatch):
