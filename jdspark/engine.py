@@ -58,7 +58,7 @@ class RequestResult:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per decode step, 1 .. K+1."""
+        """Tokens per decode step, 1 .. K+1; 0 for a request that ended before its first one."""
         return (len(self.tokens) - 1) / self.steps if self.steps else 0.0
 
     @property
@@ -498,7 +498,7 @@ class Engine:
         return any(request_id in held for held in (self._waiting, self._prefilling, self._generating, self._results))
 
     def _tokens(self, name: str, tokens: Any) -> np.ndarray:
-        array = np.asarray(tokens if hasattr(tokens, "dtype") else list(tokens))
+        array = np.asarray(list(tokens) if isinstance(tokens, Iterable) and not hasattr(tokens, "dtype") else tokens)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise TypeError(f"Engine.submit: {name} is {array.dtype}{list(array.shape)}, expected a sequence of token ids")
         outside = array[(array < 0) | (array >= self.target.vocab_size)] if array.size else array

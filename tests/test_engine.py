@@ -206,6 +206,7 @@ def test_refusals_leave_the_engine_as_it_was(small_engine):
         ([[1]], {}, TypeError, "prompt_tokens is int64[1, 1]"),
         ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
         ([1], {"stop_tokens": [99]}, ValueError, "stop_tokens holds 99"),
+        ([1], {"stop_tokens": 9}, TypeError, "stop_tokens is int64[], expected a sequence of token ids"),
         ([1], {"request_id": "running"}, ValueError, "request id 'running' is in use"),
         ([1], {"sampling": "greedy"}, TypeError, "sampling is a str, expected SamplingParams"),
         ([1] * 39, {"max_new_tokens": 2}, RequestRefused, "make 41 tokens, the engine holds 40"),
