@@ -238,7 +238,9 @@ class Engine:
         self._greedy_step = make_decode_step(config, geometry, options)
         self._sampling_step = make_decode_step(config, geometry, dataclasses.replace(options, sampling=True))
         self._drawn: jax.Array | None = None
+        # the latents of one pool come from one arithmetic, the prompts' and the steps'
         self._prefill_backend = "xla" if options.backend == "auto" else options.backend
+        self._prefill_float_backend = options.float_backend
         self._cache = target.init_cache(geometry.max_batch + 1, geometry.max_ctx + geometry.max_draft_len)
         self._state = init_state(config, geometry, dtype=params.kv_a_proj.dtype) if self.drafting else None
         self._slots = RequestSlots(geometry)
@@ -413,6 +415,7 @@ class Engine:
                     slots=slots,
                     encoded_offsets=self._encoded_offsets([request]),
                     backend=self._prefill_backend,
+                    float_backend=self._prefill_float_backend,
                 )
             request.prefilled += len(chunk)
             if request.prefilled == len(request.prompt):
