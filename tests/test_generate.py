@@ -201,3 +201,16 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         done = subprocess.run([sys.executable, "-m", "jdspark", *arguments], stdout=write, stderr=subprocess.PIPE, check=False)
         os.close(write)
         assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("rich_is_there", [True, False])
+def test_a_long_run_shows_its_progress_if_it_can(rich_is_there, monkeypatch, capsys):
+    """Drawn on a terminal's error stream; without the [cli] extra the run goes on all the same."""
+    monkeypatch.setattr("jdspark.generate.LONG_RUN", 4)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    if not rich_is_there:
+        monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert cli.main(["generate", "a", "b", "--batch", "--max-new-tokens", "2"]) == 0
+    captured = capsys.readouterr()
+    assert "4 tokens in 1 steps" in captured.out
+    assert ("4/4" in captured.err) == rich_is_there
