@@ -401,3 +401,5 @@ def test_constructor_refusals():
         Engine(target, dataclasses.replace(TINY, block_size=3), params, num_drafts=4)
     with pytest.raises(ValueError, match=r"prefill_chunk is 0"):
         Engine(target, TINY, params, prefill_chunk=0)
+    with pytest.raises(ValueError, match=r"options.force is 2.5: a forced acceptance"):
+        Engine(target, TINY, params, options=StepOptions(force=2.5))
