@@ -235,7 +235,9 @@ class Engine:
         self._prefill_chunk, self._prefill_budget = prefill_chunk, prefill_budget
         self._block_size = config.block_width(geometry.max_draft_len)
         if options is not None and options.force:
-            raise ValueError(f"Engine: options.force is {options.force}: a forced acceptance emits text that is not the target's")
+            raise ValueError(
+                f"Engine: options.force is {options.force}: a forced acceptance emits text that is not the target's"
+            )
         options = dataclasses.replace(StepOptions() if options is None else options, sampling=False)
         self._greedy_step = make_decode_step(config, geometry, options)
         self._sampling_step = make_decode_step(config, geometry, dataclasses.replace(options, sampling=True))
