@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, read_json
 from .drafter import linear
+from .ops.checks import expect_number
 from .ops.norm_rope import at_positions, rms_norm, rope
 from .params import Array
 
@@ -43,7 +45,7 @@ def decode(tokens: Sequence[int]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class ByteLMConfig:
-    """The model's sizes, as in its `config.json`."""
+    """The model's sizes, as in its `config.json`. Raises ValueError or TypeError naming a field that makes no model."""
 
     hidden_size: int = 256
     num_hidden_layers: int = 8
@@ -55,6 +57,24 @@ class ByteLMConfig:
     vocab_size: int = 258
     target_layer_ids: tuple[int, ...] = (1, 4, 7)
     """Layers whose output a drafter reads, counted from 0."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                     "max_position_embeddings", "vocab_size"):  # fmt: skip
+            expect_number("ByteLMConfig", name, getattr(self, name), 1)
+        if self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"ByteLMConfig: hidden_size is {self.hidden_size}, expected a multiple of 2 * num_attention_heads"
+                f" ({2 * self.num_attention_heads}): rotary positions turn pairs of a head's numbers"
+            )
+        for name in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"ByteLMConfig: {name} is {value!r}, expected a number above 0")
+        if not isinstance(self.target_layer_ids, tuple) or not self.target_layer_ids:
+            raise TypeError(f"ByteLMConfig: target_layer_ids is {self.target_layer_ids!r}, expected a tuple of layers")
+        for layer in self.target_layer_ids:
+            expect_number("ByteLMConfig", "target_layer_ids", layer, 0, self.num_hidden_layers - 1)
 
     @property
     def head_dim(self) -> int:
@@ -281,17 +301,24 @@ def save_byte_lm(path: str | os.PathLike[str], config: ByteLMConfig, params: Byt
 def load_byte_lm(path: str | os.PathLike[str], *, dtype: str | None = None) -> tuple[ByteLMConfig, ByteLMParams]:
     """Load what `save_byte_lm` wrote, cast to `dtype` if given. Raises CheckpointError naming the tensor or field."""
     folder = Path(path)
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    fields = read_json(folder / "config.json")
     unknown = set(fields) ^ {field.name for field in dataclasses.fields(ByteLMConfig)}
     if unknown:
         raise CheckpointError(f"{folder / 'config.json'}: missing or unknown fields: {', '.join(sorted(unknown))}")
-    config = ByteLMConfig(**fields | {"target_layer_ids": tuple(fields["target_layer_ids"])})
-    shapes = tensor_shapes(config)
-    with safe_open(folder / "model.safetensors", framework="numpy") as stored:
-        names = set(stored.keys())
-        if names != set(shapes):
-            raise CheckpointError(f"{folder}: missing or unknown tensors: {', '.join(sorted(names ^ set(shapes)))}")
-        tensors = {name: jnp.asarray(stored.get_tensor(name), dtype=dtype) for name in shapes}
+    layers = fields["target_layer_ids"]
+    try:
+        config = ByteLMConfig(**fields | {"target_layer_ids": tuple(layers) if isinstance(layers, list) else layers})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    shapes, file = tensor_shapes(config), folder / "model.safetensors"
+    try:
+        with safe_open(file, framework="numpy") as stored:
+            names = set(stored.keys())
+            if names != set(shapes):
+                raise CheckpointError(f"{file}: missing or unknown tensors: {', '.join(sorted(names ^ set(shapes)))}")
+            tensors = {name: jnp.asarray(stored.get_tensor(name), dtype=dtype) for name in shapes}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
     wrong = [f"{name} has shape {list(tensors[name].shape)}, expected {list(shapes[name])}" for name in shapes
              if tensors[name].shape != shapes[name]]  # fmt: skip
     if wrong:

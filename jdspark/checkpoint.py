@@ -118,7 +118,8 @@ def _canonical(stored_name: str) -> str:
     return SPELLINGS.get(name, name)
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The object in a checkpoint's JSON file; raises CheckpointError naming the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -137,7 +138,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
         if not found:
             raise CheckpointError(f"{folder} holds no *.safetensors file (pickled weights are never read: convert them)")
         return found
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index} has no weight_map")
     shards = sorted({str(shard) for shard in weight_map.values()})
@@ -169,7 +170,7 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> CheckpointContents:
             the Markov head.
     """
     folder = Path(path)
-    config = DrafterConfig.from_json(_read_json(folder / "config.json"))
+    config = DrafterConfig.from_json(read_json(folder / "config.json"))
     required = required_shapes(config)
     tensors: dict[str, StoredTensor] = {}
     skipped, unknown, wrong = [], [], []

@@ -20,9 +20,11 @@ from . import generate, lossless
 from .bench import command as bench
 from .checkpoint import CheckpointContents, CheckpointError, inspect_checkpoint
 from .config import ConfigError
-from .ops.backends import Backend, why_unavailable
+from .ops.backends import Backend, BackendUnavailable, why_unavailable
 
-PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "torch", "triton", "jax-triton")
+PACKAGES = (
+    "jdspark", "jax", "jaxlib", "numpy", "safetensors", "rich", "matplotlib", "optax", "torch", "triton", "jax-triton"
+)  # fmt: skip
 
 
 def installed_version(package: str) -> str | None:
@@ -141,14 +143,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "generate":
-            return generate.run_generate(args)
-        if args.command == "lossless":
-            return lossless.run_lossless(args)
-        if args.command == "bench":
-            return bench.run_bench(args)
-        return run_info(args.checkpoint, args.json)
-    except (ValueError, OSError) as error:  # what the user asked for cannot be done; says why
-        parser.exit(2, f"jdspark {args.command}: {error}\n")
-    except BrokenPipeError:  # `jdspark info | head`: the reader has seen enough
+            status = generate.run_generate(args)
+        elif args.command == "lossless":
+            status = lossless.run_lossless(args)
+        elif args.command == "bench":
+            status = bench.run_bench(args)
+        else:
+            status = run_info(args.checkpoint, args.json)
+        sys.stdout.flush()  # a reader that is gone shows here at the latest, not while Python shuts down
+        return status
+    except BrokenPipeError:  # `jdspark info | head`: the reader has seen enough; it is an OSError, so it comes first
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (ValueError, OSError, BackendUnavailable) as error:  # what the user asked for cannot be done; says why
+        parser.exit(2, f"jdspark {args.command}: {error}\n")

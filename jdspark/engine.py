@@ -58,7 +58,7 @@ class RequestResult:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per decode step, 1 .. K+1."""
+        """Tokens per decode step, 1 .. K+1; 0 for a request that ended before its first one."""
         return (len(self.tokens) - 1) / self.steps if self.steps else 0.0
 
     @property
@@ -234,11 +234,17 @@ class Engine:
         """Decode steps run so far, whatever their batch."""
         self._prefill_chunk, self._prefill_budget = prefill_chunk, prefill_budget
         self._block_size = config.block_width(geometry.max_draft_len)
+        if options is not None and options.force:
+            raise ValueError(
+                f"Engine: options.force is {options.force}: a forced acceptance emits text that is not the target's"
+            )
         options = dataclasses.replace(StepOptions() if options is None else options, sampling=False)
         self._greedy_step = make_decode_step(config, geometry, options)
         self._sampling_step = make_decode_step(config, geometry, dataclasses.replace(options, sampling=True))
         self._drawn: jax.Array | None = None
+        # the latents of one pool come from one arithmetic, the prompts' and the steps'
         self._prefill_backend = "xla" if options.backend == "auto" else options.backend
+        self._prefill_float_backend = options.float_backend
         self._cache = target.init_cache(geometry.max_batch + 1, geometry.max_ctx + geometry.max_draft_len)
         self._state = init_state(config, geometry, dtype=params.kv_a_proj.dtype) if self.drafting else None
         self._slots = RequestSlots(geometry)
@@ -413,6 +419,7 @@ class Engine:
                     slots=slots,
                     encoded_offsets=self._encoded_offsets([request]),
                     backend=self._prefill_backend,
+                    float_backend=self._prefill_float_backend,
                 )
             request.prefilled += len(chunk)
             if request.prefilled == len(request.prompt):
@@ -498,7 +505,7 @@ class Engine:
         return any(request_id in held for held in (self._waiting, self._prefilling, self._generating, self._results))
 
     def _tokens(self, name: str, tokens: Any) -> np.ndarray:
-        array = np.asarray(tokens if hasattr(tokens, "dtype") else list(tokens))
+        array = np.asarray(list(tokens) if isinstance(tokens, Iterable) and not hasattr(tokens, "dtype") else tokens)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise TypeError(f"Engine.submit: {name} is {array.dtype}{list(array.shape)}, expected a sequence of token ids")
         outside = array[(array < 0) | (array >= self.target.vocab_size)] if array.size else array

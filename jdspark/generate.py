@@ -6,6 +6,7 @@ import argparse
 import codecs
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from .byte_lm import START, decode, encode
 from .config import StepOptions
 from .engine import Engine, RequestResult
 from .lossless import first_difference
+from .ops.backends import why_unavailable
 from .pretrained import FOLDER, Pair, load_pair
 from .sampling import SamplingParams
 
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch",
         action="store_true",
-        help="many prompts at once: all PROMPTs, or one per line of --file or standard input (\\n for a newline)",
+        help="many prompts at once: all PROMPTs, or one per line of --file or standard input (\\n for a newline, \\\\ for \\)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=256, help="bytes per prompt (default 256)")
     parser.add_argument("--compare", action="store_true", help="decode without drafting, too, and compare text, steps and time")
@@ -48,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts", type=int, default=7, help="drafts per step, 1..7 (default 7)")
     parser.add_argument("--max-batch", type=int, default=8, help="prompts decoded at the same time (default 8)")
     parser.add_argument("--layout", choices=("layer_major", "page_major"), default="layer_major", help="of the latent pool")
-    parser.add_argument("--backend", choices=("auto", "xla", "pallas", "triton"), default="auto", help="of the decode step")
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "xla", "pallas", "triton"),
+        default="auto",
+        help="of the decode step; pallas without a GPU is interpreted: many seconds a step",
+    )
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -58,16 +65,35 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts:
         prompts = list(args.prompts)
     else:
-        if args.file is None and sys.stdin.isatty():
-            raise ValueError("no prompt: pass one, or --file, or pipe it in")
-        text = sys.stdin.read() if args.file is None else args.file.read_text(encoding="utf-8")
-        prompts = [codecs.decode(line.encode("latin-1", "backslashreplace"), "unicode_escape") for line in text.splitlines()
-                   if line] if args.batch else [text]  # fmt: skip
+        text = _read_text(args.file)
+        prompts = [_unescaped(line) for line in re.split(r"\r?\n", text) if line] if args.batch else [text]
     if len(prompts) > 1 and not args.batch:
         raise ValueError(f"{len(prompts)} prompts: quote a prompt with spaces, or decode several at once with --batch")
     if not prompts or not all(prompts):
         raise ValueError("the prompt is empty")
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # other bytes in an argument become lone surrogates
+            raise ValueError(f"prompt {number} of {len(prompts)} is not UTF-8") from None
     return prompts
+
+
+def _read_text(file: Path | None) -> str:
+    """A file, or standard input, byte for byte (so a line may end in CR LF). Raises ValueError if it is not UTF-8."""
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise ValueError("no prompt: pass one, or --file, or pipe it in")
+    content = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        source = "standard input" if file is None else f"--file {file}"
+        raise ValueError(f"{source} is not UTF-8: byte {content[error.start]:#x} at position {error.start}") from None
+
+
+def _unescaped(line: str) -> str:
+    """A line of `--batch` as a prompt; a backslash before another character is one (`\\d`)."""
+    return re.sub(r"\\([n\\])", lambda escape: "\n" if escape[1] == "n" else "\\", line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +108,15 @@ class Run:
 
 
 class Decoding:
-    """Decodes prompts with one engine, first once for compilation and then for time."""
+    """Decodes prompts with one engine, first for compilation and then for time. Raises ValueError for a bad `--seed` etc."""
 
     def __init__(self, pair: Pair, args: argparse.Namespace, prompts: Sequence[str]):
         self.pair, self.args = pair, args
         self.prompts = [encode(prompt) for prompt in prompts]
         self.max_len = max(map(len, self.prompts)) + args.max_new_tokens
+        self.sampling = [
+            SamplingParams(args.temperature, args.top_k, args.top_p, args.seed + number) for number in range(len(prompts))
+        ]
 
     def engine(self, *, num_drafts: int, drafting: bool) -> Engine:
         """An engine for these prompts, with pages for `--max-batch` of them."""
@@ -101,17 +130,25 @@ class Decoding:
         """Decode every prompt; `show(request number, tokens)` is called as tokens come."""
         engine = self.engine(num_drafts=num_drafts, drafting=drafting)
         started = time.perf_counter()
-        self._decode(engine, min(2 + num_drafts, self.args.max_new_tokens), None)
+        self._compile(engine)
         compiled = time.perf_counter()
         steps_before = engine.decode_steps
         results = self._decode(engine, self.args.max_new_tokens, show)
         ended = time.perf_counter()
         return Run(results, engine.decode_steps - steps_before, ended - compiled, compiled - started)
 
+    def _compile(self, engine: Engine) -> None:
+        """Two steps in every batch size, since a batch shrinks as its requests end, and the prefill of every prompt."""
+        widest = engine.geometry.max_batch
+        for size in (widest, *(1 << power for power in reversed(range((widest - 1).bit_length())))):
+            for _ in range(size):  # all alike, so they end in the same step
+                tokens = min(2 + engine.num_drafts, self.args.max_new_tokens)
+                engine.submit([START], max_new_tokens=tokens, sampling=self.sampling[0])
+            engine.run()
+        self._decode(engine, 1, None)
+
     def _decode(self, engine: Engine, max_new_tokens: int, show: Any) -> list[RequestResult]:
-        args = self.args
-        for number, prompt in enumerate(self.prompts):
-            sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed + number)
+        for number, (prompt, sampling) in enumerate(zip(self.prompts, self.sampling, strict=True)):
             engine.submit(prompt, max_new_tokens=max_new_tokens, stop_tokens=[START], sampling=sampling, request_id=number)
         for request_id, tokens in engine.stream():
             if show is not None:
@@ -158,7 +195,7 @@ def compare(decoding: Decoding, run: Run) -> dict[str, Any]:
         "identical": all(a.tokens == b.tokens for a, b in zip(run.results, same_shape.results, strict=True)),
         "steps_without_drafting": same_shape.decode_steps,
         "seconds_without_drafting": plain.seconds,
-        "speedup_in_steps": same_shape.decode_steps / max(run.decode_steps, 1),
+        "speedup_in_steps": same_shape.decode_steps / run.decode_steps if run.decode_steps else 1.0,
         "speedup_in_time": plain.seconds / run.seconds,
         "first_differences_from_one_token_decoding": differences,
     }
@@ -217,6 +254,9 @@ def run_generate(args: argparse.Namespace) -> int:
         raise ValueError(f"--drafts is {args.drafts}, expected 1..7")
     if args.max_new_tokens < 1 or args.max_batch < 1:
         raise ValueError("--max-new-tokens and --max-batch must be at least 1")
+    reason = None if args.backend == "auto" else why_unavailable(args.backend)
+    if reason is not None:
+        raise ValueError(f"--backend {args.backend} is not available: {reason}")
     if args.plot is not None:
         check_plot(args.plot)
     prompts = read_prompts(args)
@@ -254,14 +294,19 @@ def _run_shown(decoding: Decoding, streams: bool) -> Run:
     args = decoding.args
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     if streams:
-        return decoding.run(
+        run = decoding.run(
             num_drafts=args.drafts, show=lambda _, tokens: print(decoder.decode(decode(tokens)), end="", flush=True)
         )
+        print(decoder.decode(b"", final=True), end="")  # a character that was cut
+        return run
     total = args.max_new_tokens * len(decoding.prompts)
     if total < LONG_RUN or not sys.stderr.isatty():
         return decoding.run(num_drafts=args.drafts)
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+    try:
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+    except ImportError:  # the bar is a convenience of the [cli] extra
+        return decoding.run(num_drafts=args.drafts)
 
     with Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(),
                   console=Console(stderr=True)) as progress:  # fmt: skip

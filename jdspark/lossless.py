@@ -175,6 +175,8 @@ def run_lossless(args: argparse.Namespace) -> int:
     """`jdspark lossless`. Returns 1 if a text differs from the target's own."""
     if args.prompts < 1 or args.max_new_tokens < 2:
         raise ValueError("--prompts must be at least 1 and --max-new-tokens at least 2")
+    if args.json is not None:
+        args.json.touch()  # before minutes of decoding, not after them
     pair = load_pair(args.pair)
     prompts = held_out_prompts(args.prompts)
     reports = []

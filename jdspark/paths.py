@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from .config import StepOptions
-from .ops.backends import FloatBackends, has_kernel, why_unavailable
+from .ops.backends import FloatBackends, has_kernel, why_unavailable, why_unsupported
+from .ops.block_attention import AttentionShape
 from .params import DrafterParams
 
 logger = logging.getLogger("jdspark")
@@ -70,8 +71,16 @@ def fastest(op: str, B: int) -> Path:
     return Path("pallas")
 
 
-def choose_path(op: str, options: StepOptions, *, B: int, embedding_dtype: Any, mask_row_dtype: Any = None) -> Path:
-    """The path of one op under these options."""
+def choose_path(
+    op: str,
+    options: StepOptions,
+    *,
+    B: int,
+    embedding_dtype: Any,
+    mask_row_dtype: Any = None,
+    attention: AttentionShape | None = None,
+) -> Path:
+    """The path of one op under these options; without its shape, the attention counts as one that every kernel takes."""
     if op in FUSED_PROLOGUE_OPS and not options.fused_prologue:
         return Path("xla", "fused_prologue is off")
     backend: str = options.backend
@@ -95,10 +104,12 @@ def choose_path(op: str, options: StepOptions, *, B: int, embedding_dtype: Any, 
         reason = f"it has no {backend} kernel"
     if reason is None and op == "noise_block" and mask_row_dtype is not None and mask_row_dtype != embedding_dtype:
         reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(embedding_dtype).name}"
+    if reason is None and op == "block_attention" and attention is not None:
+        reason = why_unsupported(op, backend, attention)
     return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
 
 
-def step_paths(params: DrafterParams, options: StepOptions, B: int) -> dict[str, Path]:
+def step_paths(params: DrafterParams, options: StepOptions, B: int, attention: AttentionShape | None = None) -> dict[str, Path]:
     """The path of every op of a step with `B` gen rows; the log says once what does not run where it was asked to."""
     mask_row = params.mask_token_embedding
     paths = {
@@ -108,6 +119,7 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int) -> dict[str,
             B=B,
             embedding_dtype=params.embed_tokens.dtype,
             mask_row_dtype=None if mask_row is None else mask_row.dtype,
+            attention=attention,
         )
         for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }

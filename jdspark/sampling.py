@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,8 +31,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise TypeError(f"SamplingParams: {name} is {value!r}, expected a finite number")
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"SamplingParams: {name} is {value!r}, expected a number")
+            if not abs(value) <= float(np.finfo(np.float32).max):  # so a NaN, too
+                raise ValueError(f"SamplingParams: {name} is {value!r}, expected a finite number that fits into float32")
         if self.temperature < 0:
             raise ValueError(f"SamplingParams: temperature is {self.temperature}, expected at least 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:

@@ -15,6 +15,7 @@ from .drafter import confidence_logits, draft_block, draft_logits, draft_slots, 
 from .ops import contracts
 from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
+from .ops.block_attention import AttentionShape
 from .ops.checks import FLOATS, INTEGERS, expect
 from .params import Array, DrafterParams
 from .paths import NO_OVERLAP, step_paths
@@ -99,7 +100,7 @@ def decode_step(
     num_contexts = inputs.num_contexts
     block_size = config.block_width(geometry.max_draft_len)
     pool, ctx_len, force_counter = state.pool, state.ctx_len, state.force_counter
-    paths = step_paths(params, options, B)
+    paths = step_paths(params, options, B, attention_shape(params, config, geometry, B))
     backends = FloatBackends(**{op: paths[op].backend for op in FloatBackends._fields})
 
     if options.sampling:
@@ -218,6 +219,18 @@ def decode_step(
     return outputs, dataclasses.replace(state, pool=pool, ctx_len=prepared.ctx_len, force_counter=force_counter)
 
 
+def attention_shape(params: DrafterParams, config: DrafterConfig, geometry: Geometry, B: int) -> AttentionShape:
+    """What a step's attention looks like: queries, latents and pool have the dtype of the weights."""
+    return AttentionShape(
+        B=B,
+        block_size=config.block_width(geometry.max_draft_len),
+        width=config.latent_dim,
+        kv_lora_rank=config.kv_lora_rank,
+        page_size=geometry.page_size,
+        dtypes=(jnp.dtype(params.kv_a_proj.dtype).name,),
+    )
+
+
 class DecodeStep:
     """`outputs, state = step(params, state, inputs)`: checks what the host can see, then makes one jitted call.
 
@@ -262,7 +275,8 @@ class DecodeStep:
 
     def explain(self, params: DrafterParams, B: int) -> dict[str, str]:
         """For a step of `B` gen rows: the backend of each op, and the reason where it is not the one asked for."""
-        explained = {op: str(path) for op, path in step_paths(params, self.options, B).items()}
+        attention = attention_shape(params, self.config, self.geometry, B)
+        explained = {op: str(path) for op, path in step_paths(params, self.options, B, attention).items()}
         if self.options.overlap_context_projection:
             explained["overlap_context_projection"] = f"not taken: {NO_OVERLAP}"
         return explained

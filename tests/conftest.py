@@ -3,6 +3,9 @@ import os
 import jax
 import pytest
 
+# XLA's threads on a CPU: kernels of several warpgroups run in an interpreter, where each one that waits holds a thread
+os.environ.setdefault("NPROC", "16")
+
 if jax.default_backend() != "gpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports a Triton kernel
 

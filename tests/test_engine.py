@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdspark import Engine, Geometry, RequestRefused, SamplingParams
+from jdspark import Engine, Geometry, RequestRefused, SamplingParams, StepOptions
 from jdspark.drafter import project_context
 from jdspark.presets import TINY, random_drafter
 from torch_bridge.whole_step import stored_latents
@@ -206,6 +206,7 @@ def test_refusals_leave_the_engine_as_it_was(small_engine):
         ([[1]], {}, TypeError, "prompt_tokens is int64[1, 1]"),
         ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
         ([1], {"stop_tokens": [99]}, ValueError, "stop_tokens holds 99"),
+        ([1], {"stop_tokens": 9}, TypeError, "stop_tokens is int64[], expected a sequence of token ids"),
         ([1], {"request_id": "running"}, ValueError, "request id 'running' is in use"),
         ([1], {"sampling": "greedy"}, TypeError, "sampling is a str, expected SamplingParams"),
         ([1] * 39, {"max_new_tokens": 2}, RequestRefused, "make 41 tokens, the engine holds 40"),
@@ -364,6 +365,30 @@ def test_other_drafters(kind):
     assert len(results[ids[1]].tokens) == 20
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (StepOptions(), {"backend": "xla", "float_backend": None}),
+        (StepOptions(backend="pallas"), {"backend": "pallas", "float_backend": None}),
+        (StepOptions(backend="xla", float_backend="pallas"), {"backend": "xla", "float_backend": "pallas"}),
+    ],
+)
+def test_prompts_are_stored_by_the_steps_arithmetic(options, wanted, monkeypatch):
+    """Or the pool would hold latents of two: one for a prompt, another for what was generated."""
+    seen = []
+
+    def record(_, state, **arguments):
+        seen.append({name: arguments.get(name) for name in wanted})
+        return state
+
+    monkeypatch.setattr("jdspark.engine.store_prefill_context", record)
+    target = HashedTarget()
+    engine = Engine(target, BIGRAM, bigram_drafter(target), max_batch=1, max_len=20, num_drafts=3, options=options)
+    engine.submit([1, 2], max_new_tokens=1)
+    engine.run()
+    assert seen == [wanted]
+
+
 def test_constructor_refusals():
     target, params = HashedTarget(), random_drafter(TINY, 0, dtype="float32")
     with pytest.raises(ValueError, match=r"the target captures 32 numbers per token, but the drafter reads 48"):
@@ -376,3 +401,5 @@ def test_constructor_refusals():
         Engine(target, dataclasses.replace(TINY, block_size=3), params, num_drafts=4)
     with pytest.raises(ValueError, match=r"prefill_chunk is 0"):
         Engine(target, TINY, params, prefill_chunk=0)
+    with pytest.raises(ValueError, match=r"options.force is 2.5: a forced acceptance"):
+        Engine(target, TINY, params, options=StepOptions(force=2.5))

@@ -3,15 +3,28 @@
 import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jdspark import cli
-from jdspark.generate import read_prompts
+from jdspark.generate import Decoding, add_arguments, read_prompts
+from jdspark.pretrained import load_pair
 
 PROMPT = "def quicksort("
+
+
+def arguments_of(*arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def pipe_in(monkeypatch, content):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
 def generate(capsys, *arguments):
@@ -41,6 +54,13 @@ def test_compare_and_json(compared):
     assert request["finish_reason"] == "length"
 
 
+def test_one_token_takes_no_step(capsys):
+    """The first token is the prompt's: nothing to compare, and no division by it."""
+    report = json.loads(generate(capsys, PROMPT, "--max-new-tokens", "1", "--compare", "--json"))
+    assert report["identical"] is True
+    assert (report["steps"], report["steps_without_drafting"], report["speedup_in_steps"]) == (0, 0, 1)
+
+
 def test_text_is_the_json_runs_text_and_figures_follow(compared, capsys):
     output = generate(capsys, PROMPT, "--max-new-tokens", "40")
     assert output.startswith(PROMPT + compared["requests"][0]["text"])
@@ -53,14 +73,14 @@ def test_prompts_from_a_file_and_from_standard_input(compared, capsys, tmp_path,
     file.write_text(PROMPT)
     arguments = ["--max-new-tokens", "40", "--json"]
     from_file = json.loads(generate(capsys, "--file", str(file), *arguments))
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    pipe_in(monkeypatch, PROMPT.encode())
     from_pipe = json.loads(generate(capsys, *arguments))
     assert from_file["requests"] == from_pipe["requests"] == compared["requests"]
 
 
 def test_batch_gives_every_prompt_its_own_text(compared, capsys, monkeypatch, tmp_path):
     lines = [PROMPT, r"import os\nimport ", "class Ä:"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n\n"))
+    pipe_in(monkeypatch, "\n".join([*lines, "", ""]).encode())
     plot = tmp_path / "acceptance.png"
     report = json.loads(
         generate(capsys, "--batch", "--max-new-tokens", "40", "--json", "--max-batch", "2", "--plot", str(plot))
@@ -89,6 +109,10 @@ def test_sampling_repeats_with_its_seed(capsys):
         (["a", "--max-new-tokens", "0"], "--max-new-tokens"),
         (["a", "--max-new-tokens", "5000"], "the target has room for 2041"),
         (["a", "--temperature", "-1"], "temperature is -1.0"),
+        (["a", "--temperature", "nan"], "temperature is nan"),
+        (["a", "--temperature", "1", "--seed", "-1"], "seed is -1"),
+        (["a", "b", "--batch", "--temperature", "1", "--seed", str(2**32 - 1)], "seed is 4294967296"),
+        (["a\udcff"], "prompt 1 of 1 is not UTF-8"),
         (["a", "--pair", "no/such/pair"], "no/such/pair"),
         (["a", "--plot", "figure.nonsense"], "figure.nonsense"),
     ],
@@ -97,13 +121,96 @@ def test_refused_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as refused:
         cli.main(["generate", *arguments])
     assert refused.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("jdspark generate: ")
-    assert message in error
+    captured = capsys.readouterr()
+    assert captured.err.startswith("jdspark generate: ")
+    assert message in captured.err
+    assert captured.out == ""  # nothing is begun that is then refused
 
 
-def test_no_prompt_on_a_terminal(monkeypatch):
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="says what happens without a GPU")
+@pytest.mark.parametrize("command", [["generate", "a"], ["lossless", "--prompts", "1", "--max-new-tokens", "2"]])
+def test_a_backend_that_is_not_there(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "--backend", "triton"])
+    captured = capsys.readouterr()
+    assert "triton" in captured.err
+    assert "need an NVIDIA GPU" in captured.err
+    assert captured.out == ""
 
+
+def test_lossless_refuses_a_report_it_cannot_write_before_it_decodes(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["lossless", "--prompts", "1", "--max-new-tokens", "2", "--json", "no/such/report.json"])
+    captured = capsys.readouterr()
+    assert "no/such/report.json" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("stdin", ["terminal", "closed"])
+def test_no_prompt_on_a_terminal(monkeypatch, stdin):
+    if stdin == "terminal":
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    else:
+        monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(ValueError, match="no prompt"):
-        read_prompts(argparse.Namespace(prompts=[], file=None, batch=False))
+        read_prompts(arguments_of())
+
+
+def test_lines_and_escapes_of_a_batch(monkeypatch):
+    r"""Lines end in LF or CR LF, form feeds and the like do not end one; `\n` and `\\` are escapes, `\d` and `\x` none."""
+    pipe_in(monkeypatch, b"a\\nb\r\n\r\nre.compile(r'\\d\\x\\b')\nc\x0cd\xc2\x85e\nprint('\\\\n\n")
+    assert read_prompts(arguments_of("--batch")) == ["a\nb", r"re.compile(r'\d\x\b')", "c\x0cd\x85e", r"print('\n"]
+
+
+def test_one_prompt_is_taken_byte_for_byte(monkeypatch, tmp_path):
+    file = tmp_path / "prompt"
+    file.write_bytes(b"a\r\nb\n")
+    assert read_prompts(arguments_of("--file", str(file))) == ["a\r\nb\n"]
+    file.write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match=f"--file {file} is not UTF-8: byte 0xff at position 2"):
+        read_prompts(arguments_of("--file", str(file)))
+    pipe_in(monkeypatch, b"\xfe")
+    with pytest.raises(ValueError, match="standard input is not UTF-8: byte 0xfe at position 0"):
+        read_prompts(arguments_of("--batch"))
+
+
+def test_nothing_compiles_while_the_clock_runs(compilations):
+    """Three prompts with ends of their own pass through every batch size."""
+    prompts = ["a = 1", "def quicksort(", "import os\nimport "]
+    decoding = Decoding(load_pair(), arguments_of("--max-new-tokens", "40"), prompts)
+    lengths = set()
+    original = decoding._decode
+
+    def timed(engine, max_new_tokens, show):
+        compilations.clear()
+        return original(engine, max_new_tokens, show)
+
+    decoding._decode = timed
+    for num_drafts, drafting in ((7, True), (7, False), (0, False)):
+        run = decoding.run(num_drafts=num_drafts, drafting=drafting)
+        lengths.add(len({result.steps for result in run.results}))
+        assert not compilations
+    assert max(lengths) == 3
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """Standard output is closed before the first byte: no message, exit status 1."""
+    for arguments in (["info"], ["generate", "a", "--max-new-tokens", "1"]):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([sys.executable, "-m", "jdspark", *arguments], stdout=write, stderr=subprocess.PIPE, check=False)
+        os.close(write)
+        assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("rich_is_there", [True, False])
+def test_a_long_run_shows_its_progress_if_it_can(rich_is_there, monkeypatch, capsys):
+    """Drawn on a terminal's error stream; without the [cli] extra the run goes on all the same."""
+    monkeypatch.setattr("jdspark.generate.LONG_RUN", 4)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    if not rich_is_there:
+        monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert cli.main(["generate", "a", "b", "--batch", "--max-new-tokens", "2"]) == 0
+    captured = capsys.readouterr()
+    assert "4 tokens in 1 steps" in captured.out
+    assert ("4/4" in captured.err) == rich_is_there

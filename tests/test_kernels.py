@@ -54,6 +54,7 @@ def test_kernel_with_many_tokens(op, backend):
 
 
 BOUNDED = [(op, backend) for op in BOUNDED_OPS for backend in KERNELS if has_op(op, backend)]
+BOUNDED.remove(("block_attention", "pallas"))  # takes other shapes than these: test_block_attention.py
 
 
 def check_bounded(op, backend, indices, seed):

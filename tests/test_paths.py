@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="pins wha
 
 def test_every_kernel_was_timed_at_every_shape():
     time_ops = runpy.run_path(str(FilePath(__file__).parent.parent / "scripts" / "time_ops.py"))
-    with_kernel = {op for op in [*EXACT_OPS, *BOUNDED_OPS] if has_kernel(op, "pallas")}
+    # the attention has a benchmark of its own, and no choice of `auto` depends on it
+    with_kernel = {op for op in [*EXACT_OPS, *BOUNDED_OPS] if has_kernel(op, "pallas")} - {"block_attention"}
     assert set(time_ops["TIMED_OPS"]) == with_kernel >= set(STEP_OPS) - (set(INEXACT_OPS) - {"norm_rope"})
     shapes = {(shape.B, shape.max_blocks, shape.num_contexts) for shape in time_ops["TIMED_SHAPES"]}
     table = measured_times()
@@ -116,7 +117,7 @@ def test_explain_and_the_log_say_why(params, geometry, caplog):
     assert explained["prepare_step"] == "pallas"
     overlapping = make_decode_step(TINY, geometry, StepOptions(overlap_context_projection=True)).explain(params, 1)
     assert overlapping["overlap_context_projection"].startswith("not taken: the context projection has no side path yet")
-    assert explained["block_attention"] == "xla (not pallas: it has no pallas kernel)"
+    assert explained["block_attention"].startswith("xla (not pallas: off a GPU its warpgroups run as threads")
 
 
 @pytest.mark.parametrize("layout", ["layer_major", "page_major"])

@@ -414,6 +414,8 @@ def test_the_step_and_its_inputs_must_agree_about_sampling(params, geometry, ste
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1e39}, "temperature is 1e.39, expected a finite number that fits into float32"),
+        ({"temperature": "1"}, "temperature is '1', expected a number"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
         ({"top_k": -1}, "top_k is -1"),

@@ -2,19 +2,24 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("optax")
 
+import optax
+
 import jdspark
 from jdspark.byte_lm import ByteLMConfig, ByteTarget, causal_forward, init_byte_lm, logits
 from jdspark.lossless import Setting, decode_all
 from jdspark.pretrained import load_pair
-from jdspark.train.__main__ import Recipe, train_pair
+from jdspark.train import drafter as drafter_training
+from jdspark.train.__main__ import Recipe, main, train_pair
 from jdspark.train.corpus import Corpus, is_held_out, source_files, windows
 from jdspark.train.drafter import block_hidden, drafter_for, drafter_loss, init_drafter
+from jdspark.train.loop import adamw, schedule
 
 BLOCK, LENGTH = 7, 48
 TARGET = ByteLMConfig(
@@ -41,7 +46,16 @@ def small_pair():
     )
     changed = {
         name: shift(getattr(drafter, name))
-        for name in ("fc", "kv_a_proj", "hidden_norm", "kv_a_layernorm", "norm", "markov_w2")
+        for name in (
+            "fc",
+            "kv_a_proj",
+            "hidden_norm",
+            "kv_a_layernorm",
+            "norm",
+            "markov_w2",
+            "confidence_proj",
+            "confidence_bias",
+        )
     }
     return target, config, dataclasses.replace(drafter, layers=layers, **changed)
 
@@ -115,7 +129,8 @@ def test_loss_of_a_perfect_and_of_a_uniform_draft(small_pair):
     tokens = jnp.asarray(rng.integers(0, 256, (2, LENGTH)), jnp.int32)
     _, captured = causal_forward(target, TARGET, tokens)
     anchors = jnp.asarray(rng.integers(1, LENGTH - BLOCK, (2, 4)), jnp.int32)
-    uniform = dataclasses.replace(params, lm_head=jnp.zeros_like(params.lm_head), markov_w2=jnp.zeros_like(params.markov_w2))
+    silent = ("lm_head", "markov_w2", "confidence_proj", "confidence_bias")
+    uniform = dataclasses.replace(params, **{name: jnp.zeros_like(getattr(params, name)) for name in silent})
     flat = jnp.zeros((2, LENGTH, TARGET.vocab_size))
     _, metrics = drafter_loss(uniform, config, tokens, captured, flat, anchors, BLOCK)
     np.testing.assert_allclose(metrics["l1"], 0, atol=1e-5)
@@ -128,6 +143,105 @@ def test_loss_of_a_perfect_and_of_a_uniform_draft(small_pair):
     np.testing.assert_allclose(metrics["acceptance"], 1 + sum(share ** (j + 1) for j in range(BLOCK)), rtol=1e-5)
     # confidence is 0 at first: log 2 per slot, whatever the label
     np.testing.assert_allclose(loss, 0.1 * np.log(TARGET.vocab_size) + 0.9 * 2 * (1 - share) + np.log(2), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def loss_arguments(small_pair):
+    """Everything `drafter_loss` takes but the weights: random tokens, hidden states and target logits."""
+    _, config, _ = small_pair
+    rng = np.random.default_rng(6)
+    tokens = jnp.asarray(rng.integers(0, 256, (2, LENGTH)), jnp.int32)
+    captured = jnp.asarray(rng.standard_normal((2, LENGTH, config.captured_size)), jnp.float32)
+    target_logits = jnp.asarray(2 * rng.standard_normal((2, LENGTH, TARGET.vocab_size)), jnp.float32)
+    anchors = jnp.asarray([[1, 12, LENGTH - BLOCK - 1], [3, 4, 30]], jnp.int32)
+    return config, tokens, captured, target_logits, anchors, BLOCK
+
+
+def test_the_loss_is_the_published_one(small_pair, loss_arguments):
+    """Slot by slot in NumPy: labels, the target's distribution, the true previous token's bias, confidence, weights."""
+    _, _, params = small_pair
+    config, tokens, captured, target_logits, anchors, _ = loss_arguments
+    hidden = np.asarray(block_hidden(params, config, tokens, captured, anchors, BLOCK), np.float64)
+    names = ("lm_head", "markov_w1", "markov_w2", "confidence_proj", "confidence_bias")
+    lm_head, w1, w2, confidence_proj, confidence_bias = (np.asarray(getattr(params, name), np.float64) for name in names)
+
+    def softmax(x):
+        return np.exp(x) / np.exp(x).sum()
+
+    losses, distances, entropies = [], [], []
+    for s, block in np.ndindex(anchors.shape):
+        total = weights = 0.0
+        for j in range(BLOCK):
+            at = int(anchors[s, block]) + j
+            previous, label = int(tokens[s, at]), int(tokens[s, at + 1])
+            drafted = softmax(lm_head @ hidden[s, block, j] + w2 @ w1[previous])
+            distance = np.abs(drafted - softmax(np.asarray(target_logits[s, at], np.float64))).sum()
+            logit = confidence_proj[0] @ np.concatenate([hidden[s, block, j], w1[previous]]) + confidence_bias[0]
+            probability, kept = 1 / (1 + np.exp(-logit)), 1 - distance / 2
+            doubt = -(kept * np.log(probability) + (1 - kept) * np.log(1 - probability))
+            total += np.exp(-j / 4) * (0.1 * -np.log(drafted[label]) + 0.9 * distance + 1.0 * doubt)
+            weights += np.exp(-j / 4)
+            distances.append(distance)
+            entropies.append(-np.log(drafted[label]))
+        losses.append(total / weights)
+    loss, metrics = drafter_loss(params, *loss_arguments)
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(metrics["l1"], np.mean(distances), rtol=1e-5)
+    np.testing.assert_allclose(metrics["cross_entropy"], np.mean(entropies), rtol=1e-5)
+
+
+def test_the_confidence_label_teaches_the_confidence_head_only(small_pair, loss_arguments, monkeypatch):
+    """`markov_w2` meets the confidence term in its label alone, so the term leaves its gradient as it is."""
+    _, _, params = small_pair
+
+    def gradient(name):
+        return jax.grad(lambda w: drafter_loss(dataclasses.replace(params, **{name: w}), *loss_arguments)[0])(
+            getattr(params, name)
+        )
+
+    with_term = gradient("markov_w2")
+    assert np.abs(gradient("confidence_proj")).max() > 1e-3
+    monkeypatch.setattr(drafter_training, "CONFIDENCE", 0.0)
+    np.testing.assert_allclose(with_term, gradient("markov_w2"), atol=1e-8)
+    assert not np.any(gradient("confidence_proj"))
+
+
+def test_the_optimizer_warms_up_clips_and_decays_matrices_only():
+    rate = schedule(6e-4, 1000)
+    np.testing.assert_allclose([rate(0), rate(20), rate(40), rate(1000)], [0, 3e-4, 6e-4, 6e-5], rtol=1e-5)
+    params = {"matrix": jnp.ones((2, 2)), "norm": jnp.ones(2)}
+    optimizer = adamw(lambda _: 0.5, 0.1)
+    still, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(still["matrix"], -0.05)
+    np.testing.assert_array_equal(still["norm"], 0)
+    steep = jax.tree.map(lambda leaf: 100 * leaf, params)
+    _, moments = optimizer.update(steep, optimizer.init(params), params)
+    np.testing.assert_allclose(optax.tree.norm(optax.tree.get(moments, "mu")), 0.1, rtol=1e-5)  # (1 - b1) * clipped to 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target-steps", "0"], "--target-steps is 0, expected 1 or more"),
+        (["--drafter-steps", "-1"], "--drafter-steps is -1, expected 1 or more"),
+        (["--seed", "-1"], "--seed is -1, expected 0 or more"),
+        (["--corpus", "no/such/folder"], "no/such/folder has 0 usable *.py files"),
+        (["--corpus", "short"], "short has 21 held-out tokens, a window takes 257"),
+        (["--corpus", "taken"], "File exists"),
+    ],
+)
+def test_the_command_refuses_before_it_trains(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").mkdir()
+    for index in range(60):
+        (tmp_path / "short" / f"f{index}.py").write_text("x = 1\n" * (1 + 20 * (not is_held_out(f"f{index}.py"))))
+    (tmp_path / "taken").touch()
+    out = "taken" if "taken" in arguments else "pair"
+    with pytest.raises(SystemExit, match="2"):
+        main([out, *arguments, "--recipe", "small"])
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "target 1" not in captured.out
 
 
 def test_the_cache_agrees_with_the_whole_sequence():

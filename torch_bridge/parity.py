@@ -21,7 +21,8 @@ from rich.progress import track
 from rich.table import Table
 
 from jdspark import ops
-from jdspark.ops.backends import has_kernel, why_unavailable
+from jdspark.ops.backends import has_kernel, why_unavailable, why_unsupported
+from jdspark.ops.block_attention import AttentionShape
 from jdspark.ops.checks import FLOATS, dtype_name
 
 from . import eager
@@ -63,6 +64,15 @@ def untrusted(case: Case, backend: str, device: str) -> bool:
     """Whether the case is bf16 arithmetic in Triton's interpreter, which gets that wrong."""
     computes = case.bound is not None or case.op in PRODUCT_OPS
     return computes and case.dtype == "bfloat16" and device == "cpu" and backend == "torch triton"
+
+
+def takes(backend: str, case: Case) -> bool:
+    """Whether the backend's kernel takes operands of this case's shapes on this machine."""
+    if case.op != "block_attention" or backend not in ("pallas", "triton"):
+        return True
+    query, block_latents, pool = (case.operands[name] for name in ("query", "block_latents", "pool"))
+    shape = AttentionShape.of(query, block_latents, pool, case.static["kv_lora_rank"], case.static["layout"])
+    return why_unsupported(case.op, backend, shape) is None
 
 
 @functools.cache
@@ -207,7 +217,7 @@ def run_parity(
             reference = run(case, "xla", device)
             results: dict[str, tuple[Any, ...]] = {}
             for other in others:
-                if not has_op(op, other) or (other in few and index >= len(SHAPES)):
+                if not has_op(op, other) or not takes(other, case) or (other in few and index >= len(SHAPES)):
                     continue
                 if untrusted(case, other, device):
                     continue

@@ -11,6 +11,9 @@ import jax
 
 Backend = Literal["xla", "pallas", "triton"]
 
+PACKAGES = {"pallas": "pallas_kernels", "triton": "torch_bridge.triton_kernels"}
+"""Where each backend's kernels are, one module per op."""
+
 
 class BackendUnavailable(RuntimeError):
     """The requested backend cannot run this op on this machine; the message says why and what to do."""
@@ -39,25 +42,30 @@ def kernel(op: str, backend: str) -> Callable[..., Any]:
     Pallas: `pallas_kernels.<op>.<op>`. Triton: `torch_bridge.triton_kernels.<op>.<op>_in_jax`, the source that torch
     launches, without importing torch.
     """
-    module, name = {
-        "pallas": (f"pallas_kernels.{op}", op),
-        "triton": (f"torch_bridge.triton_kernels.{op}", f"{op}_in_jax"),
-    }.get(backend, ("", ""))
     reason = why_unavailable(backend)
     if reason is None and not has_kernel(op, backend):
         reason = f"it has no {backend} kernel"
     if reason is not None:
         raise BackendUnavailable(f"{op}: backend={backend!r} is not available: {reason}; backend='xla' runs everywhere")
-    return getattr(importlib.import_module(module), name)
+    return getattr(_module(op, backend), {"pallas": op, "triton": f"{op}_in_jax"}[backend])
+
+
+def why_unsupported(op: str, backend: str, shape: Any) -> str | None:
+    """None if the op's kernel takes operands of this shape, else its reason: its module may have `unsupported(shape)`."""
+    check = getattr(_module(op, backend), "unsupported", None)
+    return None if check is None else check(shape)
 
 
 def has_kernel(op: str, backend: str) -> bool:
     """Whether the repository has a kernel of `op` for `backend`, runnable here or not."""
-    package = {"pallas": "pallas_kernels", "triton": "torch_bridge.triton_kernels"}[backend]
     try:
-        return importlib.util.find_spec(f"{package}.{op}") is not None
+        return importlib.util.find_spec(f"{PACKAGES[backend]}.{op}") is not None
     except ModuleNotFoundError:
         return False
+
+
+def _module(op: str, backend: str) -> Any:
+    return importlib.import_module(f"{PACKAGES[backend]}.{op}")
 
 
 class FloatBackends(NamedTuple):

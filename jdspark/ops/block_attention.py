@@ -1,11 +1,35 @@
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from . import contracts
 from .backends import kernel
-from .checks import Layout
+from .checks import Layout, dtype_name, pool_dims
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """What decides whether a kernel can run an attention; all of it is static."""
+
+    B: int
+    block_size: int
+    width: int
+    kv_lora_rank: int
+    page_size: int
+    dtypes: tuple[str, ...]
+    """Dtypes of query, block latents and pool, each once."""
+
+    @classmethod
+    def of(cls, query: Any, block_latents: Any, pool: Any, kv_lora_rank: int, layout: Layout) -> AttentionShape:
+        """The shape of a call of `block_attention`."""
+        page_size = pool_dims("block_attention", pool, layout)[2]
+        B, block_size, _, width = query.shape
+        dtypes = tuple(sorted({dtype_name(x) for x in (query, block_latents, pool)}))
+        return cls(B, block_size, width, kv_lora_rank, page_size, dtypes)
 
 
 def gather_context(pool: jax.Array, page_tables: jax.Array, layer: int, layout: Layout) -> tuple[jax.Array, jax.Array]:

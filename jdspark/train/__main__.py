@@ -1,4 +1,4 @@
-"""`python -m jdspark.train OUT`: train the byte-level target, then its drafter, and write both with a card."""
+"""`python -m jdspark.train OUT`: train the byte-level target, then its drafter, and write both with `training.json`."""
 
 from __future__ import annotations
 
@@ -61,20 +61,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter-steps", type=int)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    for name, low in (("target_steps", 1), ("drafter_steps", 1), ("seed", 0)):
+        value = getattr(args, name)
+        if value is not None and value < low:
+            parser.error(f"--{name.replace('_', '-')} is {value}, expected {low} or more")
     recipe = SHIPPED if args.recipe == "shipped" else SMALL
     recipe = dataclasses.replace(
         recipe,
         target_steps=recipe.target_steps if args.target_steps is None else args.target_steps,
         drafter_steps=recipe.drafter_steps if args.drafter_steps is None else args.drafter_steps,
     )
-    report = train_pair(recipe, args.corpus, args.out, args.seed)
+    try:
+        report = train_pair(recipe, args.corpus, args.out, args.seed)
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     print(json.dumps({name: value for name, value in report.items() if name != "history"}, indent=2))
     return 0
 
 
 def train_pair(recipe: Recipe, corpus_folder: Path, out: Path, seed: int) -> dict:
-    """Train and write both models, their weights rounded to bf16; returns what `training.json` holds."""
+    """Train and write both models, their weights rounded to bf16; returns what `training.json` holds.
+
+    Raises ValueError, OSError, before anything is trained, for a corpus that is too small or a folder that cannot be made.
+    """
+    out.mkdir(parents=True, exist_ok=True)
     corpus = Corpus.read(corpus_folder)
+    for name, tokens in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(tokens) <= recipe.length + 1:
+            raise ValueError(f"corpus: {corpus_folder} has {len(tokens)} {name} tokens, a window takes {recipe.length + 1}")
     print(
         f"corpus: {corpus.num_train_files} files, {len(corpus.train)} tokens; held out {corpus.num_held_out_files} files,"
         f" {len(corpus.held_out)} tokens", flush=True,

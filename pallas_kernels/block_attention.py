@@ -1,0 +1,551 @@
+"""Block attention over the paged context in two launches: a split over the context, then a merge.
+
+The split is a persistent grid. The tiles of 64 keys of all requests form one line, and every program takes an equal run of
+it, however different the lengths are: one or more *pieces*, each inside one request. A program is four warpgroups: one copies
+pages into shared memory, one computes scores and softmax, and two hold half of the output columns each and multiply weights
+and values. A key's latent is its value as well, so that a tile is copied once. The merge adds up each request's pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jdspark.ops.backends import BackendUnavailable
+from jdspark.ops.block_attention import AttentionShape
+from jdspark.ops.checks import Layout, pool_dims
+
+from .launch import WARPGROUP, Ref, ceil_div, struct
+
+ROWS, KEYS = 64, 64
+"""Query rows of a program, and keys of a tile."""
+
+STAGES = 2
+"""Tiles in shared memory at a time: with the queries, all of it."""
+
+PROGRAMS = 132
+"""The multiprocessors of an H100 or H200, each of which holds one program; each block of 64 query rows gets its share."""
+
+CORE = 8
+"""Rows that a tensor core reads together; shared memory is laid out in runs of 8 rows of 128 bytes."""
+
+SWIZZLED: Any = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+
+MAX_REQUESTS, MAX_RANK, MAX_WIDTH = 128, 512, 576
+
+PRODUCT_COLUMNS = 128
+"""The most columns of one product with the values: 64 registers of the 128 that an instruction of 512 threads can name."""
+
+LOWEST = -1e30
+"""The running maximum before the first key: finite, so that the difference of two is a number."""
+
+MERGED_AT_ONCE = 4
+"""Pieces that a warpgroup of the merge loads together."""
+
+COPIER, SCORER, VALUES = 0, 1, (2, 3)
+"""Warpgroups of a split program."""
+
+REGISTERS = {COPIER: 40, SCORER: 136, VALUES[0]: 168, VALUES[1]: 168}
+"""Registers per thread: 512 threads share 65,536, and half of a 64 x 512 accumulator takes 128 of each."""
+
+
+def unsupported(shape: AttentionShape) -> str | None:
+    """None if the kernels can run this attention here, else the reason."""
+    if jax.default_backend() != "gpu":
+        return "off a GPU its warpgroups run as threads of an interpreter, and on few cores they can wait for ever"
+    if shape.dtypes != ("bfloat16",):
+        return f"its kernels multiply bfloat16, the operands are {', '.join(shape.dtypes)}"
+    if shape.page_size < 32 or (shape.page_size % KEYS and KEYS % shape.page_size):
+        return f"page_size is {shape.page_size}, its kernels copy pages of 32 tokens or a multiple of {KEYS}"
+    if shape.kv_lora_rank % 128 or not 0 < shape.kv_lora_rank <= MAX_RANK:
+        return f"kv_lora_rank is {shape.kv_lora_rank}, its kernels need a multiple of 128 up to {MAX_RANK}"
+    if shape.width % 64 or shape.width > MAX_WIDTH:
+        return f"the latent width D is {shape.width}, its kernels need a multiple of 64 up to {MAX_WIDTH}"
+    if shape.block_size > KEYS:
+        return f"block_size is {shape.block_size}, its kernels take blocks of up to {KEYS} tokens"
+    if shape.B > MAX_REQUESTS:
+        return f"B is {shape.B}, its kernels take up to {MAX_REQUESTS} requests"
+    return None
+
+
+def block_attention(
+    query: jax.Array,
+    block_latents: jax.Array,
+    pool: jax.Array,
+    page_tables: jax.Array,
+    advertised: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+    kv_lora_rank: int,
+    layout: Layout = "layer_major",
+) -> jax.Array:
+    """`jdspark.ops.block_attention` without a dense copy of the context.
+
+    Scores, softmax and sums are fp32; the weights are rounded to bf16 for their product with the values, and so are the
+    partial sums of a piece.
+
+    Raises:
+        BackendUnavailable: `unsupported` has a reason for these shapes or dtypes.
+    """
+    shape = AttentionShape.of(query, block_latents, pool, kv_lora_rank, layout)
+    if reason := unsupported(shape):
+        raise BackendUnavailable(f"block_attention: backend='pallas' is not available: {reason}; backend='xla' runs everywhere")
+    row_blocks = ceil_div(shape.block_size * query.shape[2], ROWS)
+    return attend(
+        query, block_latents, pool, page_tables, advertised,
+        layer=layer, scale=scale, kv_lora_rank=kv_lora_rank, layout=layout, programs=max(PROGRAMS // row_blocks, 1),
+    )  # fmt: skip
+
+
+def attend(
+    query: jax.Array,
+    block_latents: jax.Array,
+    pool: jax.Array,
+    page_tables: jax.Array,
+    advertised: jax.Array,
+    *,
+    layer: int,
+    scale: float,
+    kv_lora_rank: int,
+    layout: Layout,
+    programs: int,
+) -> jax.Array:
+    """The two launches, unchecked, with `programs` programs per 64 query rows."""
+    num_layers, num_pages, page_size, width = pool_dims("block_attention", pool, layout)
+    B, block_size, heads = query.shape[:3]
+    if query.size == 0:
+        return query[..., :kv_lora_rank]
+    page_stride, layer_stride = (1, num_pages) if layout == "layer_major" else (num_layers, 1)
+    pieces = split(
+        padded_rows(query.reshape(B, block_size * heads, width)),
+        padded_rows(block_latents),
+        pool.reshape(-1, width),
+        page_tables,
+        advertised,
+        block_size=block_size,
+        page_size=page_size,
+        num_pages=num_pages,
+        first_row=layer * layer_stride * page_size,
+        page_rows=page_stride * page_size,
+        scale=scale,
+        kv_lora_rank=kv_lora_rank,
+        programs=programs,
+    )
+    limit = page_tables.shape[1] * page_size
+    merged = merge(*pieces, advertised, num_rows=block_size * heads, limit=limit, dtype=query.dtype, programs=programs)
+    return merged.reshape(*query.shape[:3], kv_lora_rank)
+
+
+def padded_rows(x: jax.Array) -> jax.Array:
+    """`[B, rows, D]` with rows up to 8 or a multiple of 8: what the copy engine can cut into runs of 8 rows.
+
+    It fills rows behind the last one with zeros, so that nothing else needs padding.
+    """
+    rows = x.shape[1]
+    return x if rows <= CORE or rows % CORE == 0 else jnp.pad(x, ((0, 0), (0, -rows % CORE), (0, 0)))
+
+
+def num_tiles(advertised: Any, limit: int) -> Any:
+    """Tiles of a request: those of its context, at most `limit` tokens, and one for the block itself."""
+    return lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
+
+
+def shares(tiles: Any, programs: int) -> tuple[Any, Any]:
+    """How `tiles` tiles are divided: the tiles of a program, and how many programs, the first ones, take one more."""
+    return lax.div(tiles, jnp.int32(programs)), lax.rem(tiles, jnp.int32(programs))
+
+
+def tiles_of(program: Any, share: Any, longer: Any) -> tuple[Any, Any]:
+    """The tiles that a program takes: the first, and the one behind the last."""
+    begin = program * share + jnp.minimum(program, longer)
+    return begin, begin + share + jnp.where(program < longer, jnp.int32(1), jnp.int32(0))
+
+
+def program_of(tile: Any, share: Any, longer: Any) -> Any:
+    """The program that takes a tile: the inverse of `tiles_of`."""
+    in_longer = longer * (share + 1)
+    return jnp.where(tile < in_longer, lax.div(tile, share + 1), longer + lax.div(tile - in_longer, jnp.maximum(share, 1)))
+
+
+def summed(values: list[Any]) -> Any:
+    return functools.reduce(operator.add, values)
+
+
+def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, Any, Any, Any, Any]:
+    """Where a program's run of tiles lies.
+
+    Args:
+        counts: tiles of each request.
+
+    Returns:
+        the first tile of the run and the one behind its last, the first request with a tile in it and the one behind the
+        last, and the first request's first tile.
+    """
+    begin, end = tiles_of(program, *shares(summed(counts), programs))
+    one, zero = jnp.int32(1), jnp.int32(0)
+    start = first = behind = first_start = zero
+    for count in counts:
+        stop = start + count
+        before = stop <= begin
+        first = first + jnp.where(before, one, zero)
+        first_start = jnp.where(before, stop, first_start)
+        behind = behind + jnp.where(start < end, one, zero)
+        start = stop
+    return begin, end, first, behind, first_start
+
+
+def split(
+    query: jax.Array,
+    block_latents: jax.Array,
+    rows: jax.Array,
+    page_tables: jax.Array,
+    advertised: jax.Array,
+    *,
+    block_size: int,
+    page_size: int,
+    num_pages: int,
+    first_row: int,
+    page_rows: int,
+    scale: float,
+    kv_lora_rank: int,
+    programs: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of every request's pieces.
+
+    Args:
+        query: `[B, rows, D]`, see `padded_rows`; block_latents: `[B, block, D]` likewise.
+        rows: the pool as `[L*pages*P, D]`; token o of page p is row `first_row + p*page_rows + o`.
+
+    Returns:
+        `[row_blocks, programs + B - 1, 64, kv_lora_rank]`, sums of values by weights `2^(score - maximum)`, and
+        `[row_blocks, programs + B - 1, 2, 64]`, maxima and sums of these weights, scores in units of log 2. A program's
+        piece of request b is at index `program + b`: where the run of programs meets the run of requests, one of the two
+        always moves on. Entries without a piece are not written.
+    """
+    B, num_rows, width = query.shape
+    max_blocks = page_tables.shape[1]
+    limit = max_blocks * page_size
+    row_blocks = ceil_div(num_rows, ROWS)
+    copies, copied = max(KEYS // page_size, 1), min(KEYS, page_size)
+    block_rows = ceil_div(block_latents.shape[1], CORE) * CORE
+    half = kv_lora_rank // len(VALUES)
+    product_columns = math.gcd(half, PRODUCT_COLUMNS)
+
+    def attention_split(
+        query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, sums: Ref, stats: Ref,
+        q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
+        q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, weights_full: Ref, weights_free: Ref,
+    ) -> None:  # fmt: skip
+        program, row_block, warpgroup = (lax.axis_index(axis) for axis in ("program", "row_block", "warpgroup"))
+        counts = [num_tiles(advertised[b], limit) for b in range(B)]
+        begin, end, first, behind, first_start = requests_of(counts, program, programs)
+
+        def context(b: jax.Array) -> jax.Array:
+            return jnp.clip(advertised[b], 0, limit)
+
+        def walk(piece: Callable[..., None]) -> None:
+            """Call `piece(b, count, low, high, step)` for tiles `low..high-1` of the `count` tiles of request b."""
+
+            def visit(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                start, step = carry
+                count = num_tiles(advertised[b], limit)
+                low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
+                piece(b, count, low, high, step)
+                return start + count, step + (high - low)
+
+            lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
+
+        def page(b: jax.Array, t: jax.Array, i: int) -> tuple[jax.Array, jax.Array]:
+            """Page of the i-th part of context tile t, and whether it is one that the request can read."""
+            column = lax.div(t * KEYS, jnp.int32(page_size)) + i
+            number = tables[b, jnp.minimum(column, max_blocks - 1)]
+            return number, (number >= 0) & (number < num_pages) & (column * page_size < context(b))
+
+        def num_keys(b: jax.Array, count: jax.Array, t: jax.Array) -> jax.Array:
+            """Keys of tile t: the block's in the last one."""
+            return jnp.where(t == count - 1, jnp.int32(block_size), jnp.minimum(context(b) - t * KEYS, KEYS))
+
+        def stage(step: jax.Array) -> jax.Array:
+            return lax.rem(step, jnp.int32(STAGES))
+
+        @pl.when(warpgroup == COPIER)
+        def _copy() -> None:
+            plgpu.set_max_registers(REGISTERS[COPIER], action="decrease")
+
+            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+                plgpu.barrier_wait(q_free)
+                plgpu.copy_gmem_to_smem(query.at[b, pl.ds(row_block * ROWS, ROWS)], q_smem, q_full)
+
+                def tile(t: jax.Array, _: None) -> None:
+                    slot = stage(step + (t - low))
+                    pages = [page(b, t, i) for i in range(copies)]
+                    plgpu.barrier_wait(kv_free.at[slot])
+
+                    # the copy engine fills what lies behind the pool with zeros
+                    @pl.when(t < count - 1)
+                    def _context() -> None:
+                        for i, (number, readable) in enumerate(pages):
+                            row = number * page_rows + first_row
+                            if page_size > KEYS:
+                                row = row + lax.rem(t, jnp.int32(page_size // KEYS)) * KEYS
+                            row = pl.multiple_of(jnp.where(readable, row, rows.shape[0]), CORE)
+                            keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
+                            plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, copied)], keys, kv_full.at[slot])
+
+                    @pl.when(t == count - 1)
+                    def _block() -> None:
+                        start = lax.rem(t, jnp.int32(1))  # zero, but not at trace time: there a copy must end inside the block
+                        keys = kv_smem.at[slot, pl.ds(0, block_rows)]
+                        plgpu.copy_gmem_to_smem(block.at[b, pl.ds(start, block_rows)], keys, kv_full.at[slot])
+                        for _ in range(copies - 1):
+                            plgpu.barrier_arrive(kv_full.at[slot])
+
+                lax.fori_loop(low, high, tile, None)
+
+            walk(piece)
+            plgpu.barrier_wait(q_free)
+            for slot in range(STAGES):
+                plgpu.barrier_wait(kv_free.at[slot])
+
+        @pl.when(warpgroup == SCORER)
+        def _score() -> None:
+            plgpu.set_max_registers(REGISTERS[SCORER], action="increase")
+            plgpu.barrier_arrive(q_free)
+
+            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+                plgpu.barrier_wait(q_full)
+
+                def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    maximum, total = carry
+                    slot = stage(step + (t - low))
+                    keys = num_keys(b, count, t)
+                    readable = [page(b, t, i)[1] | (t == count - 1) for i in range(copies)]
+                    # the readable keys of one page, or of two, are a range
+                    if copies == 1:
+                        from_key, to_key = jnp.int32(0), jnp.where(readable[0], keys, jnp.int32(0))
+                    else:
+                        from_key = jnp.where(readable[0], jnp.int32(0), jnp.int32(copied))
+                        to_key = jnp.where(readable[1], keys, jnp.minimum(keys, copied))
+                    plgpu.barrier_wait(kv_full.at[slot])
+                    scores = score_product(q_smem, kv_smem.at[slot]) * jnp.float32(scale * math.log2(math.e))
+                    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
+                    scores = jnp.where((key >= from_key) & (key < to_key), scores, -jnp.inf)
+                    risen = jnp.maximum(maximum, scores.max(axis=1))
+                    decay = jnp.exp2(maximum - risen)
+                    weights = jnp.exp2(scores - lax.broadcast_in_dim(risen, scores.shape, [0]))
+                    total = total * decay + weights.sum(axis=1)
+                    plgpu.barrier_wait(weights_free)
+                    weights_smem[...] = weights.astype(weights_smem.dtype)
+                    decay_smem[...] = decay
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(weights_full)
+                    return risen, total
+
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
+                maximum, total = lax.fori_loop(low, high, tile, start)
+                plgpu.barrier_arrive(q_free)
+                stats[row_block, program + b, 0] = maximum
+                stats[row_block, program + b, 1] = total
+
+            walk(piece)
+            plgpu.barrier_wait(weights_free)
+
+        def sum_values(first_column: int) -> None:
+            plgpu.set_max_registers(REGISTERS[VALUES[0]], action="increase")
+            columns = [pl.ds(start, product_columns) for start in range(first_column, first_column + half, product_columns)]
+            plgpu.barrier_arrive(weights_free)
+            for slot in range(STAGES):
+                plgpu.barrier_arrive(kv_free.at[slot])
+
+            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+                def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+                    slot = stage(step + (t - low))
+                    keys = num_keys(b, count, t)
+                    plgpu.barrier_wait(kv_full.at[slot])
+
+                    @pl.when(keys < KEYS)
+                    def _clear() -> None:
+                        """Zero the values behind the last key: their weights are 0, but 0 times a NaN is a NaN."""
+                        for start in range(first_column, first_column + half, 64):
+                            values = kv_smem.at[slot, :, pl.ds(start, 64)]
+                            found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
+                            key = plgpu.broadcasted_iota(jnp.int32, (KEYS, 64), 0, layout=plgpu.Layout.WGMMA)
+                            values[...] = jnp.where(key < keys, found, jnp.zeros((), found.dtype))
+                        plgpu.commit_smem()
+
+                    plgpu.barrier_wait(weights_full)
+                    decay = plgpu.load(decay_smem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                    totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
+                    totals = add_products(totals, weights_smem, [kv_smem.at[slot, :, part] for part in columns])
+                    plgpu.barrier_arrive(weights_free)
+                    plgpu.barrier_arrive(kv_free.at[slot])
+                    return totals
+
+                start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA) for _ in columns]
+                for part, total in zip(columns, lax.fori_loop(low, high, tile, start)):
+                    sums[row_block, program + b, :, part] = total.astype(sums.dtype)
+
+            walk(piece)
+
+        for i, index in enumerate(VALUES):
+            pl.when(warpgroup == index)(functools.partial(sum_values, i * half))
+
+    return plgpu.kernel(
+        attention_split,
+        out_type=(
+            struct((row_blocks, programs + B - 1, ROWS, kv_lora_rank), query.dtype),
+            struct((row_blocks, programs + B - 1, 2, ROWS), jnp.float32),
+        ),
+        grid=(row_blocks, programs),
+        grid_names=("row_block", "program"),
+        num_threads=2 + len(VALUES),
+        thread_name="warpgroup",
+        scratch_types=(
+            plgpu.SMEM((ROWS, width), query.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((STAGES, KEYS, width), query.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((ROWS, KEYS), query.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=len(VALUES)),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
+    )(query, block_latents, rows, page_tables, advertised)
+
+
+def score_product(queries: Ref, keys: Ref) -> jax.Array:
+    """Queries `[64, D]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
+    if jax.default_backend() != "gpu":
+        return jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
+
+    def multiply(accumulator: Ref) -> jax.Array:
+        plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+
+
+def add_products(totals: list[jax.Array], a: Ref, bs: list[Ref]) -> list[jax.Array]:
+    """The totals plus the product of `a` with each of `bs`."""
+    if jax.default_backend() != "gpu":
+        return [total + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32)) for total, b in zip(totals, bs)]
+
+    def multiply(accumulators: list[Ref]) -> None:
+        for accumulator, b in zip(accumulators, bs):
+            plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(multiply)([plgpu.ACC.init(total) for total in totals])
+
+
+def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def merge(
+    sums: jax.Array, stats: jax.Array, advertised: jax.Array, *, num_rows: int, limit: int, dtype: Any, programs: int
+) -> jax.Array:
+    """The sum of each request's pieces, scaled to their common maximum and divided by the sum of their weights.
+
+    One program per row, or half of it; its warpgroups take the pieces in turns. With few requests each has many pieces and
+    there are few programs, so that more warpgroups share them.
+
+    Args:
+        sums, stats: of `split`; limit: the longest context that the page tables can hold.
+
+    Returns:
+        `[B, num_rows, kv_lora_rank]`
+    """
+    B, rank = advertised.shape[0], sums.shape[-1]
+    warpgroups = 8 if B <= 2 else 4 if B <= 8 else 2
+    columns = rank // 2 if B <= 8 and rank % (2 * WARPGROUP) == 0 else rank
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=math.gcd(columns // WARPGROUP, 4))
+
+    def attention_merge(sums: Ref, stats: Ref, advertised: Ref, out: Ref, sums_smem: Ref, stats_smem: Ref, ready: Ref) -> None:
+        b, row, warpgroup = (lax.axis_index(axis) for axis in ("request", "row", "warpgroup"))
+        part = pl.ds(lax.axis_index("columns") * columns, columns)
+        row_block, block_row = lax.div(row, jnp.int32(ROWS)), lax.rem(row, jnp.int32(ROWS))
+        tiles, start, mine = jnp.int32(0), jnp.int32(0), jnp.int32(0)
+        for i in range(B):
+            count = num_tiles(advertised[i], limit)
+            tiles = tiles + count
+            start = start + jnp.where(i < b, count, 0)
+            mine = mine + jnp.where(b == i, count, 0)
+        share, longer = shares(tiles, programs)
+        first, last = program_of(start, share, longer), program_of(start + mine - 1, share, longer)
+
+        def add(number: jax.Array, carry: Partial) -> Partial:
+            """The next pieces; their loads do not wait for each other."""
+            highest, weight, values = carry
+            pieces = []
+            for i in range(MERGED_AT_ONCE):
+                program = first + warpgroup + (number * MERGED_AT_ONCE + i) * warpgroups
+                there = program <= last
+                # behind the last piece: that one again, with a weight of zero
+                index = jnp.minimum(program, last) + b
+                maximum = jnp.where(there, stats[row_block, index, 0, block_row], jnp.float32(LOWEST))
+                piece_weight = jnp.where(there, stats[row_block, index, 1, block_row], jnp.float32(0))
+                found = plgpu.load(sums.at[row_block, index, block_row, part], layout=layout, optimized=False)
+                pieces.append((there, maximum, piece_weight, found.astype(jnp.float32)))
+            risen = functools.reduce(jnp.maximum, [maximum for _, maximum, _, _ in pieces], highest)
+            decay = jnp.exp2(highest - risen)
+            values, weight = values * decay, weight * decay
+            for there, maximum, piece_weight, piece_values in pieces:
+                scale = jnp.where(there, jnp.exp2(maximum - risen), jnp.float32(0))
+                values, weight = values + piece_values * scale, weight + piece_weight * scale
+            return risen, weight, values
+
+        rounds = lax.div(last - first + warpgroups * MERGED_AT_ONCE, jnp.int32(warpgroups * MERGED_AT_ONCE))
+        nothing = (jnp.float32(LOWEST), jnp.float32(0), splat(0, (columns,), layout))
+        highest, weight, values = lax.fori_loop(jnp.int32(0), rounds, add, nothing)
+        sums_smem[warpgroup] = values
+        stats_smem[warpgroup, 0] = highest
+        stats_smem[warpgroup, 1] = weight
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+
+        @pl.when(warpgroup == 0)
+        def _finish() -> None:
+            parts = [
+                (stats_smem[i, 0], stats_smem[i, 1], plgpu.load(sums_smem.at[i], layout=layout, optimized=False))
+                for i in range(warpgroups)
+            ]
+            highest = functools.reduce(jnp.maximum, [maximum for maximum, _, _ in parts])
+            scales = [jnp.exp2(maximum - highest) for maximum, _, _ in parts]
+            inverse = jnp.float32(1) / summed([scale * weight for scale, (_, weight, _) in zip(scales, parts)])
+            merged = summed([values * (scale * inverse) for scale, (_, _, values) in zip(scales, parts)])
+            out[b, row, part] = merged.astype(out.dtype)
+
+    return plgpu.kernel(
+        attention_merge,
+        out_type=struct((B, num_rows, rank), dtype),
+        grid=(rank // columns, num_rows, B),
+        grid_names=("columns", "row", "request"),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=(
+            plgpu.SMEM((warpgroups, columns), jnp.float32),
+            plgpu.SMEM((warpgroups, 2), jnp.float32),
+            plgpu.Barrier(num_arrivals=warpgroups),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
+    )(sums, stats, advertised)
+
+
+Partial = tuple[jax.Array, jax.Array, jax.Array]
+"""Of some keys: the highest score, the sum of the weights `2^(score - highest)`, and that of the values by their weights."""
