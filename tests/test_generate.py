@@ -92,9 +92,14 @@ def test_batch_gives_every_prompt_its_own_text(compared, capsys, monkeypatch, tm
 
 
 def test_sampling_repeats_with_its_seed(capsys):
-    arguments = [PROMPT, "--max-new-tokens", "30", "--temperature", "1.0", "--top-p", "0.95", "--json"]
-    runs = [json.loads(generate(capsys, *arguments, "--seed", seed))["requests"][0]["text"] for seed in ("5", "5", "6")]
-    assert runs[0] == runs[1] != runs[2]
+    """The second prompt of a batch has the next seed."""
+    arguments = ["--batch", "--max-batch", "1", "--max-new-tokens", "30", "--temperature", "1.0", "--top-p", "0.95", "--json"]
+    both, second = (
+        [request["text"] for request in json.loads(generate(capsys, *prompts, *arguments, "--seed", seed))["requests"]]
+        for prompts, seed in (([PROMPT, PROMPT], "5"), ([PROMPT], "6"))
+    )
+    assert both[0] != both[1]
+    assert both[1:] == second
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,14 @@ def test_kernel_has_the_bits_of_the_definition_in_every_family(op, backend):
 POOL_WRITERS = ["store_gen_context", "store_prepared", "scatter_context", "write_block_latents"]
 
 
-@pytest.mark.parametrize(("op", "backend"), [pair for pair in EXACT if pair[0] in POOL_WRITERS])
+SLOW = ("store_gen_context", "pallas")
+"""A minute in the interpreter; `store_prepared` has the same loop over later tokens."""
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"),
+    [pytest.param(*pair, marks=[pytest.mark.long] * (pair == SLOW)) for pair in EXACT if pair[0] in POOL_WRITERS],
+)
 def test_kernel_with_many_tokens(op, backend):
     """More entries than are compared at once: a later write to the same place is found among all of them."""
     if reason := available_backends(DEVICE)[backend]:

@@ -19,7 +19,8 @@ def pair():
 
 @pytest.fixture(scope="module")
 def prompts():
-    return held_out_prompts(200)
+    """Cut so that the prompt with its start fills a prefill bucket of 128."""
+    return [prompt[:127] for prompt in held_out_prompts(200)]
 
 
 def assert_lossless(report):
@@ -67,8 +68,8 @@ def test_an_acceptance_that_takes_one_draft_too_many_is_caught(pair, prompts, mo
         return accepted, jnp.minimum(count + 1, accepted.shape[1])
 
     monkeypatch.setattr(ops, "accept_strict", generous)
-    report = check_setting(pair, Setting(8), prompts[:8], max_new_tokens=20)
-    assert report.identical < 8
+    report = check_setting(pair, Setting(1), prompts[:3], max_new_tokens=20)
+    assert report.identical < 3
 
 
 def test_first_difference_names_the_place_and_the_margin(pair):

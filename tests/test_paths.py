@@ -120,7 +120,7 @@ def test_explain_and_the_log_say_why(params, geometry, caplog):
     assert explained["block_attention"].startswith("xla (not pallas: off a GPU its warpgroups run as threads")
 
 
-@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
+@pytest.mark.parametrize("layout", ["layer_major", pytest.param("page_major", marks=pytest.mark.long)])
 def test_fused_kernels_in_the_whole_step(params, geometry, layout):
     """Pallas (interpreted) on JAX's side, Triton (interpreted) on torch's: every bit of the carried steps."""
     options = StepOptions(backend="pallas", fused_prologue=True)
