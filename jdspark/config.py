@@ -360,6 +360,11 @@ class StepOptions:
             if backend not in ("auto", None):
                 why_unavailable(backend)  # ValueError for an unknown name
 
+    @property
+    def prefill_backend(self) -> str:
+        """Backend of the exact ops of `store_prefill_context` beside such a step."""
+        return "xla" if self.backend == "auto" else self.backend
+
     @classmethod
     def from_env(cls, **options: Any) -> StepOptions:
         """Options with the two switches read from the environment now.

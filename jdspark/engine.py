@@ -67,6 +67,15 @@ class RequestResult:
         return tuple(accepted / max(self.drafted_steps, 1) for accepted in self.accepted_drafts)
 
 
+def pooled_acceptance(results: Sequence[RequestResult]) -> tuple[float, tuple[float, ...]]:
+    """Of several requests: tokens per decode step and request, and the share of drafted steps that accepted draft j, `[K]`."""
+    steps = sum(result.steps for result in results)
+    drafted_steps = sum(result.drafted_steps for result in results)
+    accepted = np.sum([result.accepted_drafts for result in results], axis=0)
+    length = sum(len(result.tokens) - 1 for result in results) / max(steps, 1)
+    return length, tuple(float(count / max(drafted_steps, 1)) for count in accepted)
+
+
 @dataclasses.dataclass(eq=False)
 class _Request:
     """A request that is waiting, prefilling or generating."""
@@ -243,8 +252,6 @@ class Engine:
         self._sampling_step = make_decode_step(config, geometry, dataclasses.replace(options, sampling=True))
         self._drawn: jax.Array | None = None
         # the latents of one pool come from one arithmetic, the prompts' and the steps'
-        self._prefill_backend = "xla" if options.backend == "auto" else options.backend
-        self._prefill_float_backend = options.float_backend
         self._cache = target.init_cache(geometry.max_batch + 1, geometry.max_ctx + geometry.max_draft_len)
         self._state = init_state(config, geometry, dtype=params.kv_a_proj.dtype) if self.drafting else None
         self._slots = RequestSlots(geometry)
@@ -418,8 +425,8 @@ class Engine:
                     rows=np.where(index < len(chunk), np.int32(0), np.int32(-1)),
                     slots=slots,
                     encoded_offsets=self._encoded_offsets([request]),
-                    backend=self._prefill_backend,
-                    float_backend=self._prefill_float_backend,
+                    backend=self._greedy_step.options.prefill_backend,
+                    float_backend=self._greedy_step.options.float_backend,
                 )
             request.prefilled += len(chunk)
             if request.prefilled == len(request.prompt):

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .byte_lm import START, decode, encode
 from .config import StepOptions
-from .engine import Engine, RequestResult
+from .engine import Engine, RequestResult, pooled_acceptance
 from .lossless import first_difference
 from .ops.backends import why_unavailable
 from .pretrained import FOLDER, Pair, load_pair
@@ -158,9 +156,7 @@ class Decoding:
 
 def summarize(args: argparse.Namespace, prompts: Sequence[str], run: Run) -> dict[str, Any]:
     """The figures of a run: totals over all prompts, and one entry per prompt."""
-    request_steps = sum(result.steps for result in run.results)
-    drafted = max(sum(result.drafted_steps for result in run.results), 1)
-    accepted = np.sum([result.accepted_drafts for result in run.results], axis=0)
+    acceptance_length, by_position = pooled_acceptance(run.results)
     return {
         "requests": [
             {
@@ -174,8 +170,8 @@ def summarize(args: argparse.Namespace, prompts: Sequence[str], run: Run) -> dic
             for prompt, result in zip(prompts, run.results, strict=True)
         ],
         "tokens": sum(len(result.tokens) for result in run.results),
-        "acceptance_length": sum(len(result.tokens) - 1 for result in run.results) / max(request_steps, 1),
-        "acceptance_by_position": [float(count / drafted) for count in accepted],
+        "acceptance_length": acceptance_length,
+        "acceptance_by_position": list(by_position),
         "steps": run.decode_steps,
         "seconds": run.seconds,
         "compile_seconds": run.compile_seconds,

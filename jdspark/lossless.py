@@ -17,7 +17,7 @@ import numpy as np
 
 from .byte_lm import START, ByteTarget, encode
 from .config import DrafterConfig, StepOptions
-from .engine import Engine, RequestResult
+from .engine import Engine, RequestResult, pooled_acceptance
 from .ops.checks import Layout
 from .params import DrafterParams
 from .presets import random_drafter
@@ -146,14 +146,14 @@ def check_setting(
         for number, (prompt, ours, other) in enumerate(zip(prompts, drafted, plain, strict=True))
         if (difference := first_difference(pair.target, encode(prompt), ours.tokens, other.tokens)) is not None
     ]
-    accepted = np.sum([result.accepted_drafts for result in drafted], axis=0)
+    acceptance_length, by_position = pooled_acceptance(drafted)
     return Report(
         setting=setting,
         prompts=len(prompts),
         identical=sum(a.tokens == b.tokens for a, b in zip(drafted, own, strict=True)),
         tokens=sum(len(result.tokens) for result in drafted),
-        acceptance_length=sum(len(result.tokens) - 1 for result in drafted) / sum(result.steps for result in drafted),
-        acceptance_by_position=tuple(float(n) for n in accepted / max(sum(result.drafted_steps for result in drafted), 1)),
+        acceptance_length=acceptance_length,
+        acceptance_by_position=by_position,
         steps=steps,
         steps_without_drafting=own_steps,
         one_token_differences=tuple(differences),

@@ -172,7 +172,6 @@ def compare_steps(
     carried = twin.as_torch(state)
     options = dataclasses.replace(options or StepOptions(), return_intermediates=True)
     step = make_decode_step(config, geometry, options)
-    prefill_backend = "xla" if options.backend == "auto" else options.backend
     bound = WHOLE_STEP_BOUNDS[np.dtype(dtype).name]
     rows: dict[tuple[str, bool], Row] = {}
     accepted: list[list[int]] = []
@@ -194,7 +193,7 @@ def compare_steps(
         nonlocal state, carried
         for chunk in target.chunks(slot, length):
             alone = twin.as_torch(state)
-            state = store_prefill_context(params, state, **chunk, backend=prefill_backend)
+            state = store_prefill_context(params, state, **chunk, backend=options.prefill_backend)
             twin.store_prefill_context(torch_params, alone, **twin.as_torch(chunk))
             enter("prefill: pool", state.pool, alone.pool, bounded=True)
             latents = stored_latents(state, chunk["encoded_offsets"], chunk["positions"])
@@ -369,8 +368,9 @@ def compare_step_bits(
     def prefill(slot: int, length: int) -> None:
         nonlocal state
         for chunk in target.chunks(slot, length):
-            backend = "xla" if options.backend == "auto" else options.backend
-            state = store_prefill_context(params, state, **chunk, backend=backend, float_backend=options.float_backend)
+            state = store_prefill_context(
+                params, state, **chunk, backend=options.prefill_backend, float_backend=options.float_backend
+            )
             for side, (_, theirs) in twins.items():
                 twin.store_prefill_context(torch_params, theirs, **twin.as_torch(chunk), ops=twin.float_ops(options))
                 enter_state(f"{side}, prefill", theirs)
