@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from .config import DrafterConfig, Geometry
 from .ops import block_attention, context_latents, head_product, linear, norm_rope, rms_norm, rope, swiglu
-from .ops.backends import ALL_XLA, FloatBackends
+from .ops.backends import ALL_XLA, FloatBackends, kernel
 from .ops.block_placement import BlockPlacement
 from .ops.rope import at_positions
 from .ops.safety import safe_tokens
@@ -70,6 +71,17 @@ Attend = Callable[[int, jax.Array, jax.Array], jax.Array]
 """`attend(layer, query [B, block, heads, D], block latents [B, block, D]) -> [B, block, heads, kv_lora_rank]`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class LayersShape:
+    """What decides whether kernels can run `block_layers`; all of it is static."""
+
+    config: DrafterConfig
+    rows: int
+    """`B * block_size`."""
+    dtypes: tuple[str, ...]
+    """Of the weights, each once."""
+
+
 def block_layers(
     params: DrafterParams,
     config: DrafterConfig,
@@ -85,6 +97,10 @@ def block_layers(
 
     Returns hidden states after the final norm `[B, block_size, H]`, and the block's latents `[L, B, block_size, D]`.
     """
+    if backends.block_layers == "pallas":
+        in_kernels = kernel("block_layers", "pallas")
+        return in_kernels(params, config, noise, query_positions, attend, rope_cos, rope_sin)
+
     cos, sin = at_positions(rope_cos, query_positions), at_positions(rope_sin, query_positions)
     eps = config.rms_norm_eps
     h = noise

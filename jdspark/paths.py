@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 
 from .config import StepOptions
 from .ops.backends import FloatBackends, has_kernel, why_unavailable, why_unsupported
-from .ops.block_attention import AttentionShape
 from .params import DrafterParams
 
 logger = logging.getLogger("jdspark")
@@ -24,12 +24,15 @@ FUSED_PROLOGUE_OPS = ("prepare_step", "store_prepared", "noise_block", "write_bl
 
 STEP_OPS = (
     "accept_strict", "prepare_step", "linear", "rms_norm", "norm_rope", "store_prepared", "noise_block", "head_product", "rope",
-    "block_attention", "swiglu", "write_block_latents", "markov_chain", "next_tokens",
+    "block_attention", "swiglu", "block_layers", "write_block_latents", "markov_chain", "next_tokens",
 )  # fmt: skip
 """The ops of a decode step, in the order of their first call."""
 
 SAMPLING_OPS = {"accept_strict": "accept_sampled", "markov_chain": "sampled_chain"}
 """What stands in their place with `StepOptions.sampling`."""
+
+COMPOSED_OPS = ("block_layers",)
+"""Ops that, without a kernel of their own, are other ops of this list, each on its own path."""
 
 INEXACT_OPS = FloatBackends._fields
 """Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
@@ -78,9 +81,13 @@ def choose_path(
     B: int,
     embedding_dtype: Any,
     mask_row_dtype: Any = None,
-    attention: AttentionShape | None = None,
+    shape: Any = None,
 ) -> Path:
-    """The path of one op under these options; without its shape, the attention counts as one that every kernel takes."""
+    """The path of one op under these options.
+
+    Args:
+        shape: what the op's `unsupported` wants to know; None: a shape that its kernel takes.
+    """
     if op in FUSED_PROLOGUE_OPS and not options.fused_prologue:
         return Path("xla", "fused_prologue is off")
     backend: str = options.backend
@@ -100,17 +107,21 @@ def choose_path(
     if backend == "xla":
         return Path("xla")
     reason = why_unavailable(backend)
-    if reason is None and not has_kernel(op, backend):
+    if reason is None and not has_kernel(op, backend) and op not in COMPOSED_OPS:
         reason = f"it has no {backend} kernel"
     if reason is None and op == "noise_block" and mask_row_dtype is not None and mask_row_dtype != embedding_dtype:
         reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(embedding_dtype).name}"
-    if reason is None and op == "block_attention" and attention is not None:
-        reason = why_unsupported(op, backend, attention)
+    if reason is None and shape is not None and has_kernel(op, backend):
+        reason = why_unsupported(op, backend, shape)
     return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
 
 
-def step_paths(params: DrafterParams, options: StepOptions, B: int, attention: AttentionShape | None = None) -> dict[str, Path]:
-    """The path of every op of a step with `B` gen rows; the log says once what does not run where it was asked to."""
+def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapping[str, Any] | None = None) -> dict[str, Path]:
+    """The path of every op of a step with `B` gen rows; the log says once what does not run where it was asked to.
+
+    Args:
+        shapes: of the ops whose kernels do not take every shape.
+    """
     mask_row = params.mask_token_embedding
     paths = {
         op: choose_path(
@@ -119,7 +130,7 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, attention: A
             B=B,
             embedding_dtype=params.embed_tokens.dtype,
             mask_row_dtype=None if mask_row is None else mask_row.dtype,
-            attention=attention,
+            shape=(shapes or {}).get(op),
         )
         for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
-from .drafter import confidence_logits, draft_block, draft_logits, draft_slots, project_context
+from .drafter import LayersShape, confidence_logits, draft_block, draft_logits, draft_slots, project_context
 from .ops import contracts
 from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
@@ -100,7 +100,7 @@ def decode_step(
     num_contexts = inputs.num_contexts
     block_size = config.block_width(geometry.max_draft_len)
     pool, ctx_len, force_counter = state.pool, state.ctx_len, state.force_counter
-    paths = step_paths(params, options, B, attention_shape(params, config, geometry, B))
+    paths = step_paths(params, options, B, kernel_shapes(params, config, geometry, B))
     backends = FloatBackends(**{op: paths[op].backend for op in FloatBackends._fields})
 
     if options.sampling:
@@ -219,16 +219,14 @@ def decode_step(
     return outputs, dataclasses.replace(state, pool=pool, ctx_len=prepared.ctx_len, force_counter=force_counter)
 
 
-def attention_shape(params: DrafterParams, config: DrafterConfig, geometry: Geometry, B: int) -> AttentionShape:
-    """What a step's attention looks like: queries, latents and pool have the dtype of the weights."""
-    return AttentionShape(
-        B=B,
-        block_size=config.block_width(geometry.max_draft_len),
-        width=config.latent_dim,
-        kv_lora_rank=config.kv_lora_rank,
-        page_size=geometry.page_size,
-        dtypes=(jnp.dtype(params.kv_a_proj.dtype).name,),
-    )
+def kernel_shapes(params: DrafterParams, config: DrafterConfig, geometry: Geometry, B: int) -> dict[str, Any]:
+    """The shapes of the ops whose kernels do not take every one: queries, latents and pool have the dtype of the weights."""
+    block_size, dtypes = config.block_width(geometry.max_draft_len), (jnp.dtype(params.kv_a_proj.dtype).name,)
+    attention = AttentionShape(
+        B=B, block_size=block_size, width=config.latent_dim, kv_lora_rank=config.kv_lora_rank,
+        page_size=geometry.page_size, dtypes=dtypes,
+    )  # fmt: skip
+    return {"block_attention": attention, "block_layers": LayersShape(config, B * block_size, dtypes)}
 
 
 class DecodeStep:
@@ -275,8 +273,8 @@ class DecodeStep:
 
     def explain(self, params: DrafterParams, B: int) -> dict[str, str]:
         """For a step of `B` gen rows: the backend of each op, and the reason where it is not the one asked for."""
-        attention = attention_shape(params, self.config, self.geometry, B)
-        explained = {op: str(path) for op, path in step_paths(params, self.options, B, attention).items()}
+        shapes = kernel_shapes(params, self.config, self.geometry, B)
+        explained = {op: str(path) for op, path in step_paths(params, self.options, B, shapes).items()}
         if self.options.overlap_context_projection:
             explained["overlap_context_projection"] = f"not taken: {NO_OVERLAP}"
         return explained

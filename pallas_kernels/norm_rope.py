@@ -22,7 +22,7 @@ def norm_rope(
     chunks; neighbouring chunks are added until one is left, then neighbouring lanes. The mean is that sum times
     `1/kv_lora_rank`, rounded to fp32.
     """
-    num_tokens, num_layers, width = latents.shape
+    num_tokens, (_, num_layers, width) = positions.shape[0], latents.shape  # latents may end with rows that are padding
     rank = kv_a_norm.shape[1]
     if latents.size == 0:
         return latents
@@ -47,9 +47,11 @@ def norm_rope(
 
     return launch(
         norm_rope_kernel,
-        out_type=struct(split(latents).shape, latents.dtype),
+        out_type=struct((num_tokens, *split(latents).shape[1:]), latents.dtype),
         grid={"layer": num_layers, "token": num_tokens},
-    )(split(latents), positions, split(kv_a_norm), *rotary, jnp.full(1, -0.0, jnp.float32)).reshape(latents.shape)
+    )(split(latents), positions, split(kv_a_norm), *rotary, jnp.full(1, -0.0, jnp.float32)).reshape(
+        num_tokens, num_layers, width
+    )
 
 
 def rounded(product: jax.Array, z: jax.Array) -> jax.Array:

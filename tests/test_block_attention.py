@@ -211,11 +211,11 @@ def test_what_the_kernels_do_not_take_is_named(monkeypatch):
         assert str(value[1] if field == "dtypes" else value) in reason
     options, dtype = StepOptions(backend="pallas"), jnp.bfloat16
     monkeypatch.setattr("jdspark.paths.why_unavailable", lambda backend: None)
-    assert choose_path("block_attention", options, B=1, embedding_dtype=dtype, attention=K3) == Path("pallas")
+    assert choose_path("block_attention", options, B=1, embedding_dtype=dtype, shape=K3) == Path("pallas")
     narrow = dataclasses.replace(K3, page_size=16)
-    path = choose_path("block_attention", options, B=1, embedding_dtype=dtype, attention=narrow)
+    path = choose_path("block_attention", options, B=1, embedding_dtype=dtype, shape=narrow)
     assert str(path) == "xla (not pallas: page_size is 16, its kernels copy pages of 32 tokens or a multiple of 64)"
-    plain = choose_path("block_attention", StepOptions(fused_prologue=True), B=1, embedding_dtype=dtype, attention=K3)
+    plain = choose_path("block_attention", StepOptions(fused_prologue=True), B=1, embedding_dtype=dtype, shape=K3)
     assert plain.backend == "xla", "its bits are not XLA's"
 
 

@@ -78,6 +78,8 @@ class FloatBackends(NamedTuple):
     swiglu: str = "xla"
     norm_rope: str = "xla"
     block_attention: str = "xla"
+    block_layers: str = "xla"
+    """All layers of the drafter: `pallas` does what the other ops do in them, but for the attention; else it is these ops."""
 
     @classmethod
     def of(cls, backend: str) -> FloatBackends:

@@ -1,0 +1,103 @@
+"""The drafter's layers with every product in kernels that stream the weights: ten launches a layer, two of them attention's.
+
+Between a layer's parts the rows stay padded to a multiple of 8, zeros behind the last one. Against the plain definition, sums
+are as long and as exact, but RMSNorm multiplies by the row's factor behind the product instead of ahead of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdspark.config import DrafterConfig
+from jdspark.drafter import Attend, LayersShape
+from jdspark.ops.rms_norm import rms_norm
+from jdspark.ops.rope import at_positions
+from jdspark.params import DrafterParams
+
+from .absorbed_query import absorbed_query
+from .launch import ceil_div
+from .norm_rope import norm_rope
+from .streamed_product import CORE, TILE, Stacked, normed_rows, streamed_product
+
+MAX_ROWS = 64
+"""Rows up to which weights, and not the rows' own traffic, decide how long a product takes."""
+
+
+def unsupported(shape: LayersShape) -> str | None:
+    """None if the kernels can run these layers here, else the reason."""
+    config = shape.config
+    if jax.default_backend() != "gpu":
+        return "off a GPU its copies and products are threads of an interpreter, too slow for a step"
+    if shape.dtypes != ("bfloat16",):
+        return f"its kernels multiply bfloat16, the weights are {', '.join(shape.dtypes)}"
+    if shape.rows > MAX_ROWS:
+        return f"the step has {shape.rows} rows (B * block_size), its kernels are for up to {MAX_ROWS}"
+    for name in ("hidden_size", "q_lora_rank", "intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
+        if getattr(config, name) % TILE:
+            return f"{name} is {getattr(config, name)}, its kernels need a multiple of {TILE}"
+    if config.v_head_dim % CORE or config.num_attention_heads * config.v_head_dim % TILE:
+        return f"v_head_dim is {config.v_head_dim}, its kernels need a multiple of {CORE}, and of {TILE} over all heads"
+    return None
+
+
+def block_layers(
+    params: DrafterParams,
+    config: DrafterConfig,
+    noise: jax.Array,
+    query_positions: jax.Array,
+    attend: Attend,
+    rope_cos: jax.Array,
+    rope_sin: jax.Array,
+    **sizes: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """`jdspark.drafter.block_layers` for a few rows: `[B, block, H]` -> hidden states `[B, block, H]`, latents `[L, B, block, D]`.
+
+    Args:
+        sizes: `programs` of `streamed_product`.
+    """
+    eps, heads = config.rms_norm_eps, config.num_attention_heads
+    B, block_size, hidden_size = noise.shape
+    num_rows = B * block_size
+    rows = ceil_div(num_rows, CORE) * CORE
+    positions = query_positions.reshape(-1)
+    cos, sin = at_positions(rope_cos, positions), at_positions(rope_sin, positions)
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, rows - num_rows), *((0, 0) for _ in x.shape[1:])))
+
+    h = padded(noise.reshape(num_rows, hidden_size))
+    normed = normed_rows(h, params.layers[0].input_layernorm)
+    latents = []
+    for index, layer in enumerate(params.layers):
+        q_a, compressed = streamed_product(
+            normed, [layer.q_a_proj, Stacked(params.kv_a_proj, index)], eps=eps, next_norms=[layer.q_a_layernorm, None],
+            name="query_and_latent", **sizes,
+        )  # fmt: skip
+        (q,) = streamed_product(q_a.normed, [layer.q_b_proj], eps=eps, name="query_heads", **sizes)
+        query = absorbed_query(q.values, layer.k_b, cos, sin, num_rows=num_rows)
+        latent = norm_rope(
+            compressed.values[:, None], positions, params.kv_a_layernorm[index : index + 1], rope_cos, rope_sin, eps=eps
+        ).reshape(B, block_size, config.latent_dim)
+        latents.append(latent)
+        attended = attend(index, query.reshape(B, block_size, heads, config.latent_dim), latent)
+        attended = attended.reshape(num_rows, heads, config.kv_lora_rank)
+        if num_rows > CORE:  # fewer rows are filled up as they are copied
+            attended = padded(attended)
+        (values,) = streamed_product(attended, [layer.v_b], name="attended_values", **sizes)
+        (out,) = streamed_product(
+            values.values, [layer.o_proj], residual=h, next_norms=[layer.post_attention_layernorm],
+            name="attention_output", **sizes,
+        )  # fmt: skip
+        (activated,) = streamed_product(
+            out.normed, [layer.gate_proj, layer.up_proj], eps=eps, gated=True, name="gate_and_up", **sizes
+        )
+        last = index + 1 == len(params.layers)
+        following = None if last else params.layers[index + 1].input_layernorm
+        (out,) = streamed_product(
+            activated.values, [layer.down_proj], residual=out.values, next_norms=[following], name="down", **sizes
+        )
+        h, normed = out.values, out.normed
+    return rms_norm(h[:num_rows].reshape(noise.shape), params.norm, eps), jnp.stack(latents)
