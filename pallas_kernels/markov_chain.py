@@ -82,6 +82,7 @@ def one_launch(
     together = min(WARPS, 1 << (B.bit_length() - 1))
     parts = [pl.ds(min(b, B - together), together) for b in range(0, B, together)] if together > 1 else [0]
     layout = row_layout(together)
+    on_gpu = jax.default_backend() == "gpu"
 
     def load(ref: Ref) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
@@ -105,7 +106,7 @@ def one_launch(
         program = lax.axis_index("program")
         start = part_start(program, vocab_size, rows)
         mine = pl.ds(start, rows)
-        semaphore = launch_semaphore() if programs > 1 else None
+        semaphore = launch_semaphore() if on_gpu else None
         plgpu.copy_gmem_to_smem(w2.at[mine], w2_smem, copied)
 
         def scalars(found: list[jax.Array]) -> list[jax.Array]:
@@ -124,6 +125,7 @@ def one_launch(
             logits = [load(base.at[part, i, mine]) for part in parts]
             operand_smem[...] = stack([embedding(token) for token in previous])
             plgpu.commit_smem()
+            pl.when(i == 0)(lambda: plgpu.barrier_wait(copied))
             multiply(w2_smem, operand_smem, bias_smem)
             plgpu.commit_smem()
             candidates = []
@@ -157,10 +159,8 @@ def one_launch(
             return scalars(winners)
 
         first = [jnp.clip(anchor[b], 0, num_tokens - 1) for b in range(B)]
-        plgpu.barrier_wait(copied)
         lax.fori_loop(0, K, slot, first)
 
-    on_gpu = jax.default_backend() == "gpu"
     corrected, tokens, _, _ = plgpu.kernel(
         markov_chain_kernel,
         out_type=(
