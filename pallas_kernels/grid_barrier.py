@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,9 +22,7 @@ def launch_semaphore() -> Ref:
     return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
-def grid_barrier(
-    semaphore: Ref, number: jax.Array | int, programs: int, *, meanwhile: Callable[[], None] = lambda: None
-) -> None:
+def grid_barrier(semaphore: Ref, number: jax.Array | int, programs: int) -> None:
     """Wait until every program of the launch is here; what each wrote to global memory before it is then visible to all.
 
     All programs must be on the GPU at once, or those that wait keep the others from starting and the GPU hangs: launch no
@@ -39,9 +35,7 @@ def grid_barrier(
         semaphore: `launch_semaphore()`, for this barrier alone.
         number: how many times the launch has passed this barrier before. The semaphore only rises, so that none can miss it.
         programs: of the whole launch, each one warpgroup.
-        meanwhile: work to do while the others arrive, which neither needs nor changes what is exchanged.
     """
     plgpu.commit_smem()  # a signal comes from one thread: the writes of the others must lie before it
     plgpu.semaphore_signal(semaphore, memory_scope="gpu")
-    meanwhile()
     plgpu.semaphore_wait(semaphore, (number + 1) * programs, decrement=False, memory_scope="gpu")

@@ -17,7 +17,7 @@ TILE = 64
 """Rows of `w2` that a tensor core multiplies at once."""
 
 REQUESTS = 8
-"""Columns of such a product, and the most requests of the one launch: with more, the launches per slot are faster."""
+"""Columns of such a product, and the most requests of the one launch: with 32 the launches per slot are faster."""
 
 SHARED_BYTES = 200 * 1024
 """The most shared memory for a program's rows of `w2`; the rest of 227 KB is for what else it holds."""
@@ -101,22 +101,13 @@ def one_launch(
 
     def markov_chain_kernel(
         base: Ref, anchor: Ref, w1: Ref, w2: Ref, corrected: Ref, tokens: Ref, keys: Ref, indices: Ref,
-        w2_smem: Ref, operand_smem: Ref, bias_smem: Ref, fetched_smem: Ref, scalars_smem: Ref, copied: Ref,
+        w2_smem: Ref, operand_smem: Ref, bias_smem: Ref, tokens_smem: Ref, copied: Ref,
     ) -> None:  # fmt: skip
         program = lax.axis_index("program")
         start = part_start(program, vocab_size, rows)
         mine = pl.ds(start, rows)
         semaphore = launch_semaphore() if on_gpu else None
         plgpu.copy_gmem_to_smem(w2.at[mine], w2_smem, copied)
-
-        def scalars(found: list[jax.Array]) -> list[jax.Array]:
-            """One number per request from one vector per part."""
-            if together == 1:
-                return found
-            for part, numbers in zip(parts, found):
-                scalars_smem[part] = numbers
-            plgpu.commit_smem()
-            return [scalars_smem[b] for b in range(B)]
 
         def embedding(token: jax.Array) -> jax.Array:
             return plgpu.load(w1.at[token], layout=OPERAND.reduce(0), optimized=False)
@@ -125,25 +116,15 @@ def one_launch(
             logits = [load(base.at[part, i, mine]) for part in parts]
             operand_smem[...] = stack([embedding(token) for token in previous])
             plgpu.commit_smem()
-            pl.when(i == 0)(lambda: plgpu.barrier_wait(copied))
             multiply(w2_smem, operand_smem, bias_smem)
             plgpu.commit_smem()
-            candidates = []
             for part, x in zip(parts, logits):
                 x = x + load(bias_smem.at[part]).astype(jnp.float32)
                 corrected[part, i, mine] = x
                 order = ordered(x, functools.partial(splat, shape=x.shape))
-                keys[i, part, program], index = best(order, positions(x.shape) + start)
-                indices[i, part, program] = index
-                candidates.append(index)
-
-            def fetch() -> None:
-                """One program's candidate is the next token: its embedding is in the L2 cache when all ask for it."""
-                for b, token in enumerate(scalars(candidates)):
-                    fetched_smem[b] = embedding(token)
-
-            if semaphore is not None:
-                grid_barrier(semaphore, i, programs, meanwhile=fetch)
+                keys[i, part, program], indices[i, part, program] = best(order, positions(x.shape) + start)
+            if on_gpu:
+                grid_barrier(semaphore, i, programs)
             winners = []
             for part in parts:
                 order, index = load(keys.at[i, part]), load(indices.at[i, part])
@@ -156,9 +137,15 @@ def one_launch(
                 for part, winner in zip(parts, winners):
                     tokens[part, i] = winner
 
-            return scalars(winners)
+            if together == 1:
+                return winners
+            for part, winner in zip(parts, winners):
+                tokens_smem[part] = winner
+            plgpu.commit_smem()
+            return [tokens_smem[b] for b in range(B)]
 
         first = [jnp.clip(anchor[b], 0, num_tokens - 1) for b in range(B)]
+        plgpu.barrier_wait(copied)
         lax.fori_loop(0, K, slot, first)
 
     corrected, tokens, _, _ = plgpu.kernel(
@@ -175,11 +162,10 @@ def one_launch(
             plgpu.SMEM((rows, rank), w2.dtype, transforms=SWIZZLED),
             plgpu.SMEM((REQUESTS, rank), w2.dtype, transforms=SWIZZLED),
             plgpu.SMEM((REQUESTS, rows), w2.dtype),
-            plgpu.SMEM((B, rank), w2.dtype),
             plgpu.SMEM((B,), jnp.int32),
             plgpu.Barrier(),
         ),
-        # the barriers it needs are in it
+        # what other threads read is behind a `commit_smem` or the grid barrier
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=None if on_gpu else plgpu.InterpretGPUParams(),
     )(base_logits, anchor, w1, w2)

@@ -70,9 +70,8 @@ ONE_LAUNCH = (
     pallas("markov_chain", "positions(x.shape) + start", "positions(x.shape) + start + 1"),
     pallas("markov_chain", "positions(order.shape) < programs", "positions(order.shape) <= programs"),
     pallas("markov_chain", "jnp.clip(anchor[b], 0, num_tokens - 1)", "jnp.clip(anchor[b], 0, num_tokens - 2)"),
-    pallas("markov_chain", "number == b", "number >= b"),
     pallas("markov_chain", "number == b", "number == 1"),
-    pallas("markov_chain", "return scalars(winners)", "return previous"),
+    pallas("markov_chain", "return winners", "return previous"),
     pallas("markov_chain", "pl.get_global(plgpu.SemaphoreType.REGULAR)", "pl.get_global(plgpu.SemaphoreType.REGULAR((2,)))",
            file="grid_barrier"),
 )  # fmt: skip
