@@ -5,6 +5,8 @@ Both compare integer keys that order floats as torch's argmax does: the first Na
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,10 +32,15 @@ def order_keys(x: jax.Array, piece: Piece) -> jax.Array:
     """int32 keys with the order of the floats; every NaN gets the largest."""
     if piece.size == 1:
         return jnp.int32(0)  # alone in its row: the winner, whatever it is
+    return ordered(x, lambda value: piece.splat(value, jnp.int32))
+
+
+def ordered(x: jax.Array, splat: Callable[[int], jax.Array]) -> jax.Array:
+    """The keys of any vector or matrix; `splat` makes one of its shape and layout from an integer."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    magnitude = bits & piece.splat(0x7FFFFFFF, jnp.int32)
+    magnitude = bits & splat(0x7FFFFFFF)
     key = jnp.where(bits < 0, -magnitude, bits)
-    return jnp.where(magnitude > 0x7F800000, piece.splat(NOT_FOUND, jnp.int32), key)
+    return jnp.where(magnitude > 0x7F800000, splat(NOT_FOUND), key)
 
 
 def first_best(found: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:

@@ -46,6 +46,8 @@ class Mutant(NamedTuple):
         """The tests of its op, the shortest first."""
         if (self.op, self.backend) == ("block_attention", "pallas"):
             return ("tests/test_block_attention.py",)
+        if self in ONE_LAUNCH:
+            return ("tests/test_markov_chain.py",)
         names = [BOUND_SHORT, BOUND_LONG] if self.op in BOUNDED_OPS else [SHORT, LONG]
         if self.op in POOL_WRITERS:
             names.insert(1, MANY)
@@ -59,6 +61,21 @@ def pallas(op: str, old: str, new: str, *, file: str = "", after: str = "") -> M
 def triton(op: str, old: str, new: str, *, file: str = "", after: str = "@triton.jit") -> Mutant:
     return Mutant(op, f"torch_bridge/triton_kernels/{file or op}.py", old, new, after)
 
+
+ONE_LAUNCH = (
+    pallas("markov_chain", "ceil_div(ceil_div(vocab_size, programs), TILE)", "ceil_div(vocab_size // programs, TILE)"),
+    pallas("markov_chain", "b, B - together", "b, B - 1"),
+    pallas("markov_chain", "is_top, indices, NOT_FOUND", "is_top, indices, -1"),
+    pallas("markov_chain", "base.at[part, i, mine]", "base.at[part, 0, mine]"),
+    pallas("markov_chain", "positions(x.shape) + start", "positions(x.shape) + start + 1"),
+    pallas("markov_chain", "positions(order.shape) < programs", "positions(order.shape) <= programs"),
+    pallas("markov_chain", "jnp.clip(anchor[b], 0, num_tokens - 1)", "jnp.clip(anchor[b], 0, num_tokens - 2)"),
+    pallas("markov_chain", "number == b", "number == 1"),
+    pallas("markov_chain", "return winners", "return previous"),
+    pallas("markov_chain", "pl.get_global(plgpu.SemaphoreType.REGULAR)", "pl.get_global(plgpu.SemaphoreType.REGULAR((2,)))",
+           file="grid_barrier"),
+)  # fmt: skip
+"""Of the Markov chain's single launch."""
 
 MUTANTS = (
     # Pallas
@@ -106,6 +123,7 @@ MUTANTS = (
     pallas("accept_strict", "jnp.where(bits < 0, -magnitude, bits)", "bits", file="row_argmax"),
     pallas("markov_chain", "base.at[b, i]", "base.at[b, 0]"),
     pallas("markov_chain", "w1.at[jnp.minimum(token, num_tokens - 1)]", "w1.at[jnp.minimum(token + 1, num_tokens - 1)]"),
+    *ONE_LAUNCH,
     pallas("next_tokens", "accepted[row, n - 1]", "accepted[row, 0]"),
     pallas("next_tokens", "row < num_contexts, 0, token", "row < 0, 0, token"),
     pallas("scatter_context", "writes = (place >= 0) & ~overwritten(", "writes = (place >= 0) | overwritten("),
