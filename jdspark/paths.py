@@ -34,7 +34,7 @@ SAMPLING_OPS = {"accept_strict": "accept_sampled", "markov_chain": "sampled_chai
 COMPOSED_OPS = ("block_layers",)
 """Ops that, without a kernel of their own, are other ops of this list, each on its own path."""
 
-INEXACT_OPS = FloatBackends._fields
+INEXACT_OPS = (*FloatBackends._fields, "markov_chain")
 """Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
 
 NO_OVERLAP = "the context projection has no side path yet, it runs behind accept_strict with the same bits"
@@ -91,7 +91,7 @@ def choose_path(
     if op in FUSED_PROLOGUE_OPS and not options.fused_prologue:
         return Path("xla", "fused_prologue is off")
     backend: str = options.backend
-    if options.float_backend is not None and op in (*INEXACT_OPS, "markov_chain"):
+    if options.float_backend is not None and op in INEXACT_OPS:
         backend = options.float_backend
     elif backend == "auto":
         if not options.fused_prologue:
