@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +63,7 @@ def absorbed_query(q: jax.Array, k_b: jax.Array, cos: jax.Array, sin: jax.Array,
                 c, s = row_piece.load(cos.at[m, angles]), row_piece.load(sin.at[m, angles])
                 row_piece.store(out.at[m, head, columns], (numbers * c + swapped * s).astype(out.dtype))
 
-    def smem(*shape: int) -> plgpu.SMEM:
+    def smem(*shape: int) -> Any:
         return plgpu.SMEM(shape, q.dtype, transforms=SWIZZLED)
 
     return plgpu.kernel(
@@ -70,8 +72,8 @@ def absorbed_query(q: jax.Array, k_b: jax.Array, cos: jax.Array, sin: jax.Array,
         grid=(heads, tiles + rope // TILE),
         grid_names=("head", "tile"),
         scratch_types=(
-            smem(nope, TILE), smem(rows, nope), smem(TILE, TILE), smem(rows, TILE), plgpu.SMEM((rows, TILE), jnp.float32), plgpu.SMEM((TILE, rows), jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
+            smem(nope, TILE), smem(rows, nope), smem(TILE, TILE), smem(rows, TILE),
+            plgpu.SMEM((rows, TILE), jnp.float32), plgpu.SMEM((TILE, rows), jnp.float32), plgpu.Barrier(num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),

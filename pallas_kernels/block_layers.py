@@ -22,7 +22,7 @@ from .launch import ceil_div
 from .norm_rope import norm_rope
 from .streamed_product import CORE, TILE, Stacked, normed_rows, streamed_product
 
-MAX_ROWS = 64
+MAX_ROWS = 32
 """Rows up to which weights, and not the rows' own traffic, decide how long a product takes."""
 
 
@@ -53,10 +53,13 @@ def block_layers(
     rope_sin: jax.Array,
     **sizes: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jdspark.drafter.block_layers` for a few rows: `[B, block, H]` -> hidden states `[B, block, H]`, latents `[L, B, block, D]`.
+    """`jdspark.drafter.block_layers` for a few rows.
 
     Args:
         sizes: `programs` of `streamed_product`.
+
+    Returns:
+        hidden states after the final norm `[B, block, H]`, and the block's latents `[L, B, block, D]`.
     """
     eps, heads = config.rms_norm_eps, config.num_attention_heads
     B, block_size, hidden_size = noise.shape

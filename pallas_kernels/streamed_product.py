@@ -9,6 +9,8 @@ h writes `h * w` and the part's sum of squares, and the next product's programs 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -62,16 +64,16 @@ class Stacked(NamedTuple):
 
     stack: jax.Array
     """`[L, N, K]`"""
-    index: int
+    layer: int
 
 
 class Result(NamedTuple):
     """What became of one product."""
 
-    values: jax.Array | None
-    """`[rows, N]`, if there is a residual or no norm follows."""
-    normed: Normed | None
-    """The norm of the values, where one follows."""
+    values: Any
+    """`[rows, N]`; None if a norm follows and there is no residual."""
+    normed: Any
+    """The values' `Normed`; None if no norm follows."""
 
 
 def normed_rows(h: jax.Array, norm: jax.Array) -> Normed:
@@ -81,16 +83,55 @@ def normed_rows(h: jax.Array, norm: jax.Array) -> Normed:
     return Normed((wide * norm.astype(jnp.float32)).astype(h.dtype), squares)
 
 
-def rows_per_program(sizes: Sequence[int], programs: int, *, gated: bool = False) -> int:
-    """The fewest weight rows per program, a multiple of 8 that divides every weight, for which all programs run at once.
+def rows_per_program(widths: Sequence[int], programs: int, *, gated: bool = False, group: int | None = None) -> int:
+    """The fewest weight rows per program, a multiple of 8 that divides every result, for which all programs run at once.
 
-    A gated product owns as many rows of the gate as of the other factor.
+    A gated product owns as many rows of the gate as of the other factor; a program of a grouped one stays inside a group.
     """
     sides = 2 if gated else 1
-    fitting = [r for r in range(CORE * sides, TILE + 1, CORE * sides) if all(n * sides % r == 0 for n in sizes)]
+    divided = [*widths, *([] if group is None else [group])]
+    fitting = [r for r in range(CORE * sides, TILE + 1, CORE * sides) if all(n * sides % r == 0 for n in divided)]
     if not fitting:
-        raise ValueError(f"streamed_product: weights of {list(sizes)} rows do not divide into runs of {CORE * sides} rows")
-    return next((r for r in fitting if sum(n * sides // r for n in sizes) <= programs), fitting[-1])
+        raise ValueError(f"streamed_product: weights of {divided} rows do not divide into runs of {CORE} rows")
+    return next((r for r in fitting if sum(n * sides // r for n in widths) <= programs), fitting[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a launch is divided among its programs, and how a program's ring is laid out."""
+
+    tiles: tuple[int, ...]
+    """Programs of each result, one result's after the other's."""
+    columns: int
+    """Of a result, per program."""
+    owned: int
+    """Weight rows per program: two for each column of a gated product."""
+    chunk: int
+    """Of the contraction, per stage."""
+    chunks: int
+    stages: int
+
+    @classmethod
+    def of(cls, widths: Sequence[int], rows: int, K: int, programs: int, *, gated: bool, group: int | None) -> Division:
+        """Of results of these widths; `group`: how many columns belong to one weight of a grouped product."""
+        owned = rows_per_program(widths, programs, gated=gated, group=group)
+        chunk = next(c for c in CHUNKS if K % c == 0 and ((owned + rows) * c * 2 <= STAGE_BYTES or c == CHUNKS[-1]))
+        unused = (TILE - owned) * chunk * 2  # what the multiplication of the last stage reads behind it
+        stages = min(K // chunk, MAX_STAGES, (RING_BYTES - unused) // ((owned + rows) * chunk * 2))
+        columns = owned // 2 if gated else owned
+        return cls(tuple(n // columns for n in widths), columns, owned, chunk, K // chunk, stages)
+
+
+class Refs(NamedTuple):
+    """A launch's operands and results in global memory; None or empty for what it does without."""
+
+    x: Ref
+    weights: list[Ref]
+    square_sums: Ref | None
+    residual: Ref | None
+    norms: list[Ref]
+    results: list[tuple[Ref, Ref, Ref]]
+    """Values, scaled rows and square sums of each result."""
 
 
 def streamed_product(
@@ -111,54 +152,50 @@ def streamed_product(
             factor that is still missing is multiplied in. Fewer than 8 rows become 8, more must be a multiple of 8.
         weights: each `[N, K]`, in x's dtype. N a multiple of 8.
         eps: of the norm of x.
-        residual: `[rows, N]`, added to the rounded product, rounded again.
-        next_norms: for each weight the weight `[N]` of the RMSNorm of its result, or None.
+        residual: `[rows, N]`, added to the rounded product of the only weight, rounded again.
+        next_norms: for each result the weight `[N]` of the RMSNorm that follows it, or None.
         gated: the two weights are a SwiGLU's gate and the other factor; the result is one, `silu(x @ gate.T) * (x @ up.T)`.
+        name: of the kernel, in a profile.
+        programs: how many run at once.
     """
     normed = x if isinstance(x, Normed) else None
     operand = x.scaled if isinstance(x, Normed) else x
-    rows, K = max(operand.shape[0], CORE), operand.shape[-1]
+    rows, K, dtype = max(operand.shape[0], CORE), operand.shape[-1], operand.dtype
     grouped = operand.ndim == 3
     stacks = [w.stack if isinstance(w, Stacked) else w for w in weights]
-    layers = [w.index if isinstance(w, Stacked) else None for w in weights]
-    sizes = [w.shape[-2] for w in stacks]
-    outputs = sizes[:1] if gated else sizes
-    groups = operand.shape[1] if grouped else 1
-    norms = list(next_norms) if next_norms is not None else [None] * len(outputs)
-    owned = rows_per_program([n * groups for n in outputs] if grouped else outputs, programs, gated=gated)
-    if grouped:
-        while sizes[0] % owned:
-            owned -= CORE
+    layers = [w.layer if isinstance(w, Stacked) else None for w in weights]
     sides = 2 if gated else 1
-    columns = owned // sides  # of the result, per program
-    tiles = [groups * n // columns for n in outputs]
-    firsts = [sum(tiles[:i]) for i in range(len(tiles))]
-    chunk = next(c for c in CHUNKS if K % c == 0 and ((owned + rows) * c * 2 <= STAGE_BYTES or c == CHUNKS[-1]))
-    chunks = K // chunk
-    unused = (TILE - owned) * chunk * 2  # what the last stage's multiplication reads behind it
-    stages = min(chunks, MAX_STAGES, (RING_BYTES - unused) // ((owned + rows) * chunk * 2))
-    per_group = tiles[0] // groups
+    group = stacks[0].shape[1] if grouped else None
+    widths = [w.shape[-2] * (operand.shape[1] if grouped else 1) for w in stacks[::sides]]
+    norms = list(next_norms) if next_norms is not None else [None] * len(widths)
     keeps_values = [residual is not None or norm is None for norm in norms]
-    parts = [ceil_div(t, CORE) * CORE for t in tiles]
+    division = Division.of(widths, rows, K, programs, gated=gated, group=group)
+    chunk, owned, columns, stages = division.chunk, division.owned, division.columns, division.stages
+    firsts = [sum(division.tiles[:i]) for i in range(len(widths))]
+    parts = [ceil_div(count, CORE) * CORE for count in division.tiles]
 
-    def body(*refs: Ref) -> None:
-        taken: Iterator[Ref] = iter(refs)
-        x_ref = next(taken)
-        weight_refs = [next(taken) for _ in weights]
-        sums_ref = None if normed is None else next(taken)
-        residual_ref = None if residual is None else next(taken)
-        norm_refs = [None if norm is None else next(taken) for norm in norms]
-        out_refs = [
-            (next(taken) if keeps else None, *((next(taken), next(taken)) if norm is not None else (None, None)))
-            for keeps, norm in zip(keeps_values, norms)
-        ]
-        w_smem, x_smem, out_smem, full, free = taken
+    def named(refs: Sequence[Ref]) -> tuple[Refs, list[Ref]]:
+        """The launch's refs, in the order of its operands and results, and its scratch behind them."""
+        rest: Iterator[Ref] = iter(refs)
+
+        def take(there: bool) -> Ref | None:
+            return next(rest) if there else None
+
+        operands = (
+            next(rest), [next(rest) for _ in stacks], take(normed is not None), take(residual is not None),
+            [take(norm is not None) for norm in norms],
+        )  # fmt: skip
+        results = [(take(keeps), take(norm is not None), take(norm is not None)) for keeps, norm in zip(keeps_values, norms)]
+        return Refs(*operands, results), list(rest)
+
+    def stream(*refs: Ref) -> None:
+        gmem, (w_smem, x_smem, sums_smem, full, free) = named(refs)
         tile, warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
 
-        def for_output(act: Callable[[int, Any], None]) -> None:
-            """Call `act(i, number)` for the output that this program makes a part of: its `number`-th."""
-            for i, (first, count) in enumerate(zip(firsts, tiles)):
-                pl.when((tile >= first) & (tile < first + count))(lambda i=i, first=first: act(i, tile - first))
+        def for_result(act: Callable[[int, Any], None]) -> None:
+            """Call `act(i, number)`: this program makes part `number` of result i."""
+            for i, (first, count) in enumerate(zip(firsts, division.tiles)):
+                pl.when((tile >= first) & (tile < first + count))(functools.partial(act, i, tile - first))
 
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
@@ -170,109 +207,91 @@ def streamed_product(
                     plgpu.barrier_wait(free.at[slot])
 
                 stretch = pl.ds(pl.multiple_of(c * chunk, 64), chunk)
+                # zero, but not at trace time: there a copy must end inside x, and the engine fills up with zeros
+                x_rows = pl.ds(lax.rem(c, jnp.int32(1)), rows)
 
-                def weight_rows(i: int, number: Any) -> None:
-                    group, part = (
-                        (lax.div(number, jnp.int32(per_group)), lax.rem(number, jnp.int32(per_group)))
-                        if grouped
-                        else (None, number)
-                    )
-                    # zero, but not at trace time: there a copy must end inside x, and the engine fills up with zeros
-                    first_row = lax.rem(c, jnp.int32(1))
-                    x_rows = (pl.ds(first_row, rows), *([group] if grouped else []), stretch)
-                    plgpu.copy_gmem_to_smem(x_ref.at[x_rows], x_smem.at[slot], full.at[slot])
+                def copy_for(i: int, number: Any) -> None:
+                    start = number * columns
+                    of_group = lax.div(start, jnp.int32(group)) if group else None
+                    start = lax.rem(start, jnp.int32(group)) if group else start
+                    x_source = gmem.x.at[x_rows, of_group, stretch] if grouped else gmem.x.at[x_rows, stretch]
+                    plgpu.copy_gmem_to_smem(x_source, x_smem.at[slot], full.at[slot])
                     for side in range(sides):
-                        of_weight = group if grouped else layers[i + side]
-                        w_rows = (pl.ds(pl.multiple_of(part * columns, CORE), columns), stretch)
-                        source = weight_refs[i + side].at[w_rows if of_weight is None else (of_weight, *w_rows)]
+                        one = of_group if grouped else layers[i + side]
+                        w_rows = pl.ds(pl.multiple_of(start, CORE), columns)
+                        weight = gmem.weights[i + side]
+                        source = weight.at[w_rows, stretch] if one is None else weight.at[one, w_rows, stretch]
                         place = pl.ds(pl.multiple_of(slot * owned + side * columns, CORE), columns)
                         plgpu.copy_gmem_to_smem(source, w_smem.at[place], full.at[slot])
 
-                for_output(weight_rows)
+                for_result(copy_for)
 
-            lax.fori_loop(0, chunks, copy, None)
+            lax.fori_loop(0, division.chunks, copy, None)
 
         @pl.when(warpgroup == MULTIPLIER)
         def _multiply() -> None:
-            factor = None
-            if sums_ref is not None:
-                sums = plgpu.load(sums_ref, layout=ROWS_BY_COLUMNS, optimized=False)
-                factor = lax.rsqrt(jnp.sum(sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
-
-            def accumulate(accumulator: Ref) -> jax.Array:
-                def multiply(c: jax.Array, _: None) -> None:
-                    slot = lax.rem(c, jnp.int32(stages))
-                    plgpu.barrier_wait(full.at[slot])
-                    # rows behind the program's own are other stages': their sums are ignored
-                    w = w_smem.at[pl.ds(pl.multiple_of(slot * owned, CORE), TILE)]
-                    plgpu.wgmma(accumulator, w, x_smem.at[slot].transpose((1, 0)))
-                    plgpu.wgmma_wait(1)
-
-                    @pl.when(c > 0)
-                    def _free() -> None:
-                        plgpu.barrier_arrive(free.at[lax.rem(c - 1, jnp.int32(stages))])
-
-                lax.fori_loop(0, chunks, multiply, None)
-                return accumulator[...]
-
-            if jax.default_backend() == "gpu":
-                out_smem[...] = pl.run_scoped(accumulate, plgpu.ACC((TILE, rows), jnp.float32))
-            else:
-                out_smem[...] = interpreted_sums(w_smem, x_smem, full, free, chunks, stages, owned, rows)
+            factor = added = None  # what does not depend on the product is on its way while that is made
+            if gmem.square_sums is not None:
+                square_sums = plgpu.load(gmem.square_sums, layout=ROWS_BY_COLUMNS, optimized=False)
+                factor = lax.rsqrt(jnp.sum(square_sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
+            if gmem.residual is not None:
+                place = pl.ds(pl.multiple_of(tile * columns, CORE), columns)
+                added = plgpu.load(gmem.residual.at[:, place], layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
+            sums_smem[...] = sums(w_smem, x_smem, full, free, division)
 
             def side(index: int) -> jax.Array:
                 """`[rows, columns]` of the sums, with the norm's factor, rounded as a product is."""
-                found = out_smem.transpose((1, 0)).at[:, pl.ds(index * columns, columns)]
+                found = sums_smem.transpose((1, 0)).at[:, pl.ds(index * columns, columns)]
                 values = plgpu.load(found, layout=ROWS_BY_COLUMNS, optimized=False)
                 if factor is not None:
                     values = values * lax.broadcast_in_dim(factor, values.shape, [0])
-                return values.astype(operand.dtype).astype(jnp.float32)
+                return values.astype(dtype).astype(jnp.float32)
 
             def finish(i: int, number: Any) -> None:
                 place = pl.ds(pl.multiple_of(number * columns, CORE), columns)
                 values = side(0)
                 if gated:
                     values = values / (1 + jnp.exp(-values)) * side(1)
-                if residual_ref is not None:
-                    values += plgpu.load(residual_ref.at[:, place], layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
-                rounded = values.astype(operand.dtype)
-                values_ref, scaled_ref, squares_ref = out_refs[i]
+                if added is not None:
+                    values = values + added
+                values = values.astype(dtype)
+                values_ref, scaled_ref, squares_ref = gmem.results[i]
                 if values_ref is not None:
-                    values_ref[:, place] = rounded
-                if norm_refs[i] is not None:
-                    values = rounded.astype(jnp.float32)
-                    norm = plgpu.load(norm_refs[i].at[place], layout=ROWS_BY_COLUMNS.reduce(0), optimized=False)
-                    scaled = values * lax.broadcast_in_dim(norm.astype(jnp.float32), values.shape, [1])
-                    scaled_ref[:, place] = scaled.astype(operand.dtype)
-                    squares_ref[:, number] = jnp.sum(values * values, axis=1)
-                    if parts[i] > tiles[i]:
-                        _fill(squares_ref, number, tiles[i], parts[i])
+                    values_ref[:, place] = values
+                if scaled_ref is None:
+                    return
+                values = values.astype(jnp.float32)
+                norm = plgpu.load(gmem.norms[i].at[place], layout=ROWS_BY_COLUMNS.reduce(0), optimized=False)
+                scaled = values * lax.broadcast_in_dim(norm.astype(jnp.float32), values.shape, [1])
+                scaled_ref[:, place] = scaled.astype(dtype)
+                squares_ref[:, number] = jnp.sum(values * values, axis=1)
+                if parts[i] > division.tiles[i]:
+                    fill_zeros(squares_ref, number, division.tiles[i], parts[i])
 
-            for_output(finish)
+            for_result(finish)
 
-    def _fill(squares_ref: Ref, number: Any, first: int, end: int) -> None:
+    def fill_zeros(squares_ref: Ref, number: Any, first: int, end: int) -> None:
         @pl.when(number == 0)
-        def _zeros() -> None:
+        def _fill() -> None:
             for part in range(first, end):
-                zeros = jnp.zeros((rows,), jnp.float32)
-                squares_ref[:, part] = plgpu.layout_cast(zeros, ROWS_BY_COLUMNS.reduce(1))
+                squares_ref[:, part] = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), ROWS_BY_COLUMNS.reduce(1))
 
-    body.__name__ = name
+    stream.__name__ = name
     out_types = []
-    for keeps, norm, n, part in zip(keeps_values, norms, outputs, parts):
-        out_types += [struct((rows, groups * n), operand.dtype)] * keeps
+    for keeps, norm, width, part in zip(keeps_values, norms, widths, parts):
+        out_types += [struct((rows, width), dtype)] * keeps
         if norm is not None:
-            out_types += [struct((rows, n), operand.dtype), struct((rows, part), jnp.float32)]
+            out_types += [struct((rows, width), dtype), struct((rows, part), jnp.float32)]
     found = plgpu.kernel(
-        body,
+        stream,
         out_type=tuple(out_types),
-        grid=(sum(tiles),),
+        grid=(sum(division.tiles),),
         grid_names=("tile",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((stages * owned + TILE - owned, chunk), operand.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((stages, rows, chunk), operand.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((stages * owned + TILE - owned, chunk), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((stages, rows, chunk), dtype, transforms=SWIZZLED),
             plgpu.SMEM((TILE, rows), jnp.float32),
             plgpu.Barrier(num_arrivals=1 + sides, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
@@ -290,10 +309,33 @@ def streamed_product(
     ]
 
 
-def interpreted_sums(
-    w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, chunks: int, stages: int, owned: int, rows: int
-) -> jax.Array:
-    """The multiplier's loop for the interpreter, which has no tensor cores."""
+def sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
+    """`[64, rows]`: a program's weights times x, stage by stage. Rows that it does not own have no meaning."""
+    rows, stages = x_smem.shape[1], division.stages
+    if jax.default_backend() != "gpu":
+        return interpreted_sums(w_smem, x_smem, full, free, division)
+
+    def accumulate(accumulator: Ref) -> jax.Array:
+        def multiply(c: jax.Array, _: None) -> None:
+            slot = lax.rem(c, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[slot])
+            w = w_smem.at[pl.ds(pl.multiple_of(slot * division.owned, CORE), TILE)]  # with rows of the stages behind it
+            plgpu.wgmma(accumulator, w, x_smem.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(1)
+
+            @pl.when(c > 0)
+            def _free() -> None:
+                plgpu.barrier_arrive(free.at[lax.rem(c - 1, jnp.int32(stages))])
+
+        lax.fori_loop(0, division.chunks, multiply, None)
+        return accumulator[...]
+
+    return pl.run_scoped(accumulate, plgpu.ACC((TILE, rows), jnp.float32))
+
+
+def interpreted_sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
+    """`sums` for the interpreter, which has no tensor cores."""
+    rows, stages, owned = x_smem.shape[1], division.stages, division.owned
 
     def multiply(c: jax.Array, total: jax.Array) -> jax.Array:
         slot = lax.rem(c, jnp.int32(stages))
@@ -301,11 +343,11 @@ def interpreted_sums(
         w = w_smem[pl.ds(slot * owned, owned)].astype(jnp.float32)
         total = total + w @ x_smem[slot].astype(jnp.float32).T
 
-        @pl.when(c + stages < chunks)
+        @pl.when(c + stages < division.chunks)
         def _free() -> None:
             plgpu.barrier_arrive(free.at[slot])
 
         return total
 
-    sums = lax.fori_loop(0, chunks, multiply, jnp.zeros((owned, rows), jnp.float32))
-    return jnp.concatenate([sums, jnp.zeros((TILE - owned, rows), jnp.float32)])
+    total = lax.fori_loop(0, division.chunks, multiply, jnp.zeros((owned, rows), jnp.float32))
+    return jnp.concatenate([total, jnp.zeros((TILE - owned, rows), jnp.float32)])

@@ -1,0 +1,214 @@
+"""The drafter's layers in Pallas: products that stream their weights, the absorbed query, and all of it together."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdspark import presets
+from jdspark.drafter import LayersShape, block_layers
+from jdspark.rope import yarn_tables
+from pallas_kernels import block_layers as kernels
+from pallas_kernels import streamed_product as streaming
+from pallas_kernels.absorbed_query import absorbed_query
+from pallas_kernels.streamed_product import Normed, Stacked, normed_rows, rows_per_program, streamed_product
+
+on_a_cpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="the interpreter; the GPU runs K3 shapes below")
+
+ROUNDING = 2.0**-7
+"""Of the largest value: products are rounded to bf16 once (2^-9), and so are a norm's rows ahead of the product."""
+
+SMALL = dataclasses.replace(
+    presets.TINY, hidden_size=128, q_lora_rank=64, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=32,
+    intermediate_size=64,
+)  # fmt: skip
+
+
+def draw(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, np.ndarray]:
+    """A bf16 array and its values as fp64."""
+    x = jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    return x, np.asarray(x, np.float64)
+
+
+def assert_close(found: jax.Array | None, wanted: np.ndarray, bound: float = ROUNDING) -> None:
+    assert found is not None
+    assert found.shape == wanted.shape
+    np.testing.assert_array_less(np.abs(np.asarray(found, np.float64) - wanted), bound * np.abs(wanted).max())
+
+
+def rms(h: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return weight * h / np.sqrt(np.mean(h**2, axis=-1, keepdims=True) + eps)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.fixture
+def two_stages(monkeypatch):
+    """A ring that every stage of which is used again."""
+    monkeypatch.setattr(streaming, "MAX_STAGES", 2)
+
+
+EPS = 0.5
+"""Large, so that it cannot be left out."""
+
+
+@on_a_cpu
+def test_a_normed_product_of_two_weights(two_stages):
+    """Whole tiles of either weight, one of them inside a stack; the norm of the first result is prepared for what follows."""
+    rng = np.random.default_rng(0)
+    (h, h64), (norm, norm64), (w, w64), (stack, stack64) = (
+        draw(rng, 8, 320),
+        draw(rng, 320),
+        draw(rng, 64, 320),
+        draw(rng, 3, 32, 320),
+    )
+    following, following64 = draw(rng, 64)
+    first, second = streamed_product(
+        normed_rows(h, norm), [w, Stacked(stack, 1)], eps=EPS, next_norms=[following, None], programs=6
+    )
+    x = rms(h64, norm64, EPS)
+    assert first.values is None
+    assert second.normed is None
+    assert_close(second.values, x @ stack64[1].T)
+    assert_close(first.normed.scaled, (x @ w64.T) * following64)
+    assert first.normed.square_sums.shape == (8, 8), "4 parts, padded to 8"
+    assert_close(first.normed.square_sums.sum(axis=1), np.sum((x @ w64.T) ** 2, axis=1), 2.0**-6)  # of squares
+
+
+@on_a_cpu
+def test_a_product_of_each_group_fills_up_its_rows(two_stages):
+    rng = np.random.default_rng(1)
+    (x, x64), (w, w64) = draw(rng, 7, 3, 192), draw(rng, 3, 16, 192)
+    (result,) = streamed_product(x, [w], programs=6)
+    wanted = np.einsum("mgk,gnk->mgn", x64, w64).reshape(7, 48)
+    assert_close(result.values[:7], wanted)
+    assert not np.asarray(result.values[7]).any(), "a row that is not there has a sum"
+
+
+@on_a_cpu
+def test_a_residual_and_the_norm_behind_it():
+    rng = np.random.default_rng(2)
+    (x, x64), (w, w64), (residual, residual64), (norm, norm64) = (
+        draw(rng, 16, 64),
+        draw(rng, 128, 64),
+        draw(rng, 16, 128),
+        draw(rng, 128),
+    )
+    (result,) = streamed_product(x, [w], residual=residual, next_norms=[norm], programs=8)
+    h = residual64 + x64 @ w64.T
+    assert_close(result.values, h)
+    rounded = np.asarray(result.values, np.float64)
+    assert_close(result.normed.scaled, rounded * norm64, 2.0**-8)  # one rounding
+    assert_close(result.normed.square_sums.sum(axis=1), np.sum(rounded**2, axis=1), 1e-5)  # fp32
+    (again,) = streamed_product(Normed(*result.normed), [w.T], eps=EPS, programs=4)
+    assert_close(again.values, rms(rounded, norm64, EPS) @ w64)
+
+
+@on_a_cpu
+def test_a_gated_product(two_stages):
+    rng = np.random.default_rng(3)
+    (h, h64), (norm, norm64), (gate, gate64), (up, up64) = (
+        draw(rng, 8, 192),
+        draw(rng, 192),
+        draw(rng, 48, 192),
+        draw(rng, 48, 192),
+    )
+    (result,) = streamed_product(normed_rows(h, norm), [gate / 8, up / 8], eps=EPS, gated=True, programs=6)
+    x = rms(h64, norm64, EPS) / 8
+    assert_close(result.values, silu(x @ gate64.T) * (x @ up64.T))
+
+
+def test_rows_per_program():
+    """At K3 rank shapes all programs of a launch run at once, and few multiprocessors are idle."""
+    assert rows_per_program([1536, 576], 132) == 16  # 132 programs
+    assert rows_per_program([1536], 132) == 16
+    assert rows_per_program([7168], 132) == 56  # 128
+    assert rows_per_program([1792], 132, gated=True) == 32  # 112
+    assert rows_per_program([64 * 1000], 132) == 64, "more tiles than programs"
+    with pytest.raises(ValueError, match=r"\[12\] rows do not divide into runs of 8"):
+        rows_per_program([12], 132)
+
+
+@on_a_cpu
+def test_absorbed_query():
+    rng = np.random.default_rng(4)
+    heads, nope, rank, rope, rows = 2, 64, 128, 128, 7
+    (q, q64), (k_b, k_b64) = draw(rng, 8, heads * (nope + rope)), draw(rng, heads, nope, rank)
+    angles = rng.uniform(0, 6, (rows, rope // 2))
+    cos, sin = np.cos(angles), np.sin(angles)
+    query = absorbed_query(q, k_b, jnp.asarray(cos, jnp.float32), jnp.asarray(sin, jnp.float32), num_rows=rows)
+    q64 = q64[:rows].reshape(rows, heads, -1)
+    assert_close(query[..., :rank], np.einsum("mhn,hnr->mhr", q64[..., :nope], k_b64))
+    re, im = q64[..., nope::2], q64[..., nope + 1 :: 2]
+    cos, sin = cos[:, None], sin[:, None]
+    assert_close(query[..., rank::2], re * cos - im * sin)
+    assert_close(query[..., rank + 1 :: 2], re * sin + im * cos)
+
+
+def attend(layer: int, query: jax.Array, latents: jax.Array) -> jax.Array:
+    """Attention over the block alone, other in every layer."""
+    scores = jnp.einsum("bthd,bkd->bthk", query.astype(jnp.float32), latents.astype(jnp.float32)) * (0.05 + layer / 40)
+    values = latents[..., : latents.shape[-1] - 64].astype(jnp.float32)
+    return jnp.einsum("bthk,bkr->bthr", jax.nn.softmax(scores, axis=-1), values).astype(query.dtype)
+
+
+def compare_layers(config, B: int, bound: float, **sizes) -> None:
+    """Plain and Pallas layers on the same noise; the bound is on the root mean square of the difference."""
+    params = presets.k3_rank_drafter(0) if config == presets.K3_RANK else presets.random_drafter(config, 0)
+    tables = [jnp.asarray(table) for table in yarn_tables(config, 256)]
+    noise = jax.random.normal(jax.random.key(B), (B, 7, config.hidden_size), jnp.bfloat16)
+    positions = jnp.arange(7) + 9 * jnp.arange(B)[:, None]
+    plain = jax.jit(lambda params, noise: block_layers(params, config, noise, positions, attend, *tables))(params, noise)
+    call = jax.jit(lambda params, noise: kernels.block_layers(params, config, noise, positions, attend, *tables, **sizes))
+    found = call(params, noise)
+    for name, x, y in zip(("hidden", "latents"), plain, found):
+        assert x.shape == y.shape
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert np.sqrt(np.mean((x - y) ** 2) / np.mean(x**2)) < bound, name
+    if jax.default_backend() == "gpu":
+        for once, again in zip(found, call(params, noise)):
+            np.testing.assert_array_equal(np.asarray(once).view(np.int16), np.asarray(again).view(np.int16))
+
+
+@on_a_cpu
+def test_interpreted_layers():
+    compare_layers(SMALL, 1, 0.015, programs=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 4])
+def test_layers_on_a_gpu(B):
+    compare_layers(presets.K3_RANK, B, 0.02)
+
+
+def test_what_the_kernels_do_not_take_is_named(monkeypatch):
+    shape = LayersShape(presets.K3_RANK, 7, ("bfloat16",))
+    reason = kernels.unsupported(shape)
+    assert reason is None if jax.default_backend() == "gpu" else reason.startswith("off a GPU")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert kernels.unsupported(shape) is None
+    assert "33" in kernels.unsupported(dataclasses.replace(shape, rows=33))
+    assert "float32" in kernels.unsupported(dataclasses.replace(shape, dtypes=("float32",)))
+    for field, value in {"hidden_size": 7000, "q_lora_rank": 100, "qk_rope_head_dim": 32, "v_head_dim": 4}.items():
+        config = dataclasses.replace(presets.K3_RANK, **{field: value})
+        assert f"{field} is {value}" in kernels.unsupported(dataclasses.replace(shape, config=config))
+
+
+def test_the_kernels_lower_for_a_gpu_at_k3_shapes(monkeypatch):
+    """Shared memory and layouts are decided there."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = dataclasses.replace(presets.K3_RANK, num_hidden_layers=1)
+    params = jax.eval_shape(lambda: presets.random_drafter(config, 0, on_device=True))
+    table = jax.ShapeDtypeStruct((99, 32), jnp.float32)
+    for B in (1, 4):
+        noise, positions = jax.ShapeDtypeStruct((B, 7, 7168), jnp.bfloat16), jax.ShapeDtypeStruct((B, 7), jnp.int32)
+
+        def layers(params, noise, positions, cos, sin):
+            return kernels.block_layers(params, config, noise, positions, attend, cos, sin)
+
+        lowered = jax.jit(layers).trace(params, noise, positions, table, table).lower(lowering_platforms=("cuda",))
+        assert lowered.as_text().count("mosaic_gpu_v2") == 8, "launches of a layer besides the attention"
