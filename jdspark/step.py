@@ -17,6 +17,7 @@ from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
 from .ops.block_attention import AttentionShape
 from .ops.checks import FLOATS, INTEGERS, expect
+from .ops.row_argmax import row_argmax
 from .params import Array, DrafterParams
 from .paths import NO_OVERLAP, step_paths
 from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, pinned_jit, split
@@ -195,7 +196,7 @@ def decode_step(
                 base_logits, prepared.prologue.bonus, params.markov_w1, params.markov_w2, backend=paths["markov_chain"].backend
             )
         else:
-            logits, draft_tokens = base_logits, jnp.argmax(base_logits, axis=-1).astype(jnp.int32)
+            logits, draft_tokens = base_logits, row_argmax(base_logits)
         if options.return_confidence:
             previous = jnp.concatenate([prepared.prologue.bonus[:, None], draft_tokens[:, :-1]], axis=1)
             confidence = confidence_logits(params, config, slot_hidden, previous, backends=backends)

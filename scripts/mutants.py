@@ -44,8 +44,8 @@ class Mutant(NamedTuple):
     @property
     def tests(self) -> tuple[str, ...]:
         """The tests of its op, the shortest first."""
-        if (self.op, self.backend) == ("block_attention", "pallas"):
-            return ("tests/test_block_attention.py",)
+        if self.backend == "pallas" and self.op in ("block_attention", "block_layers"):
+            return (f"tests/test_{self.op}.py",)
         if self in ONE_LAUNCH:
             return ("tests/test_markov_chain.py",)
         names = [BOUND_SHORT, BOUND_LONG] if self.op in BOUNDED_OPS else [SHORT, LONG]
@@ -145,6 +145,24 @@ MUTANTS = (
     pallas("block_attention", "jnp.where(key < keys, found", "jnp.where(key <= keys, found"),
     pallas("block_attention", "values * decay, weight * decay", "values, weight * decay"),
     pallas("block_attention", "jnp.minimum(program, last) + b", "jnp.minimum(program, last)"),
+    pallas("block_layers", "Stacked(params.kv_a_proj, index)", "Stacked(params.kv_a_proj, 0)"),
+    pallas("block_layers", "params.kv_a_layernorm[index : index + 1]", "params.kv_a_layernorm[0:1]"),
+    pallas("block_layers", "params.layers[index + 1].input_layernorm", "params.layers[index].input_layernorm"),
+    pallas("block_layers", "residual=out.values", "residual=h"),
+    pallas("block_layers", "range(0, TILE, 2)] = -1", "range(0, TILE, 2)] = 1", file="absorbed_query"),
+    pallas("block_layers", "angles = pl.ds((tile - tiles) * TILE", "angles = pl.ds(0 * TILE", file="absorbed_query"),
+    pallas("block_layers", "head * head_dim, 64)", "head * nope, 64)", file="absorbed_query"),
+    pallas("block_layers", "slot * owned + side * columns", "slot * owned", file="streamed_product"),
+    pallas("block_layers", "jnp.float32(1 / K)", "jnp.float32(2 / K)", file="streamed_product"),
+    pallas("block_layers", "+ jnp.float32(eps)", "", file="streamed_product"),
+    pallas("block_layers", "values = values + added", "values = values", file="streamed_product"),
+    pallas("block_layers", "* side(1)", "* side(0)", file="streamed_product"),
+    pallas("block_layers", "squares_ref[:, number]", "squares_ref[:, 0]", file="streamed_product"),
+    pallas("block_layers", "parts[i] > division.tiles[i]", "parts[i] < 0", file="streamed_product"),
+    pallas("block_layers", "w.layer if isinstance", "0 if isinstance", file="streamed_product"),
+    pallas("block_layers", "lax.rem(start, jnp.int32(group)) if group", "start if group", file="streamed_product"),
+    pallas("block_layers", "range(first, end)", "range(first, end - 1)", file="streamed_product"),
+    pallas("block_layers", "c * chunk, 64), chunk)", "0 * chunk, 64), chunk)", file="streamed_product"),
     # Triton
     triton("refresh_block_tables", "(encoded >= 0)", "(encoded > 0)"),
     triton("refresh_block_tables", "mask=inside, other=-1", "mask=inside, other=0"),

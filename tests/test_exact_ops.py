@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jdspark import ops
+from jdspark.ops.row_argmax import better
 from torch_bridge import compare, eager, to_torch
 from torch_bridge.cases import EXACT_OPS, FAMILIES, SHAPES, draw_case
 from torch_bridge.parity import run
@@ -124,6 +125,19 @@ def test_the_last_of_several_writes_to_one_place_wins(module):
     result = module.store_gen_context(*operands)
     # request 0 clamps to column 3 (page 2, offset 1): 3 is its last; request 1 writes page 2 and page 1 after it
     assert np.asarray(result).reshape(3, 2).tolist() == [[0, 0], [6, 0], [4, 5]]
+
+
+def test_the_better_candidate_is_the_same_in_every_tree():
+    """A GPU reduces a row in an order of its own."""
+    rng = np.random.default_rng(0)
+    values = np.array([np.nan, np.nan, np.inf, np.inf, 1.0, 0.0, -0.0, -np.inf, -np.inf, np.nan], np.float32)
+    for _ in range(20):
+        row = rng.permutation(values)[: rng.integers(2, 11)]
+        candidates = [(jnp.asarray(value), jnp.int32(i)) for i, value in enumerate(row)]
+        while len(candidates) > 1:
+            one, other = (candidates.pop(rng.integers(len(candidates))) for _ in range(2))
+            candidates.append(better(one, other))
+        assert int(candidates[0][1]) == torch.from_numpy(row).argmax().item()
 
 
 def test_argmax_follows_torch():

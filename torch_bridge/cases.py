@@ -330,9 +330,9 @@ def accept_strict(rng: np.random.Generator, batch: Batch) -> Drawn:
     logits = np.resize(rng.integers(-4, 5, 1_000_003).astype(np.float32), (rows, shape.vocab))
     logits[::3] -= 10  # rows without a positive number
     if batch.family == "special":
-        logits[::2, rng.integers(0, shape.vocab)] = np.nan
+        logits[::2, rng.integers(0, shape.vocab, 3)] = np.nan  # the first of several counts
         logits[:, rng.integers(0, shape.vocab)] = np.inf
-    gen = np.argmax(np.where(np.isnan(logits), np.inf, logits), axis=1)[shape.num_contexts :].reshape(shape.B, shape.K + 1)
+    gen = np.argmax(logits, axis=1)[shape.num_contexts :].reshape(shape.B, shape.K + 1)
     drafts = gen[:, : shape.K].copy()
     for row, prefix in enumerate(rng.permutation(np.arange(shape.B) % (shape.K + 1))):
         if prefix < shape.K:
@@ -400,7 +400,7 @@ def markov_chain(rng: np.random.Generator, batch: Batch, exact: bool) -> Drawn:
     draw = integers_or_normal(rng, FLOAT32, exact)
     base = draw(shape.B, max(shape.K, 1), shape.vocab)
     if batch.family == "special":
-        base[:, :, rng.integers(0, shape.vocab)] = np.nan
+        base[:, :, rng.integers(0, shape.vocab, 2)] = np.nan
     return {
         "base_logits": base,
         "anchor": np.ascontiguousarray(batch.accepted_tokens[:, 0]),

@@ -9,6 +9,7 @@ import numpy as np
 
 from . import contracts
 from .backends import kernel
+from .row_argmax import row_argmax
 
 FORCE_POOL_SIZE = 4096
 
@@ -78,7 +79,7 @@ def accept_strict(
         )
 
     num_gen, K = draft_tokens.shape
-    target_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    target_tokens = row_argmax(jnp.asarray(logits))
     context_tokens = target_tokens[:num_contexts]
     gen_tokens = target_tokens[num_contexts:].reshape(num_gen, K + 1)
     matches = (jnp.asarray(draft_tokens) == gen_tokens[:, :K]).astype(jnp.int32)

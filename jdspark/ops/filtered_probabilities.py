@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from . import contracts
+from .row_argmax import row_argmax
 
 
 def filtered_probabilities(logits: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
@@ -45,5 +46,5 @@ def filtered_probabilities(logits: jax.Array, temperature: jax.Array, top_k: jax
     num_kept = jnp.maximum(jnp.sum(kept, axis=1, keepdims=True), 1)
     least = jnp.take_along_axis(ordered, num_kept - 1, axis=1)
     probabilities = jax.nn.softmax(jnp.where(scaled >= least, scaled, -jnp.inf), axis=1)
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=1), vocab_size, dtype=jnp.float32)
+    greedy = jax.nn.one_hot(row_argmax(logits), vocab_size, dtype=jnp.float32)
     return jnp.where(samples, probabilities, greedy)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from . import contracts
 from .backends import kernel
+from .row_argmax import row_argmax
 from .safety import safe_tokens
 
 
@@ -45,7 +46,7 @@ def markov_chain(
     corrected, tokens = [], []
     for i in range(K):
         logits = base_logits[:, i] + markov_bias(previous, w1, w2)
-        previous = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        previous = row_argmax(logits)
         corrected.append(logits)
         tokens.append(previous)
     if K == 0:
