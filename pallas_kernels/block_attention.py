@@ -48,7 +48,7 @@ PRODUCT_COLUMNS = 128
 LOWEST = -1e30
 """The running maximum before the first key: finite, so that the difference of two is a number."""
 
-MERGED_AT_ONCE = 4
+MERGED_AT_ONCE = 9
 """Pieces that a warpgroup of the merge loads together."""
 
 COPIER, SCORER, VALUES = 0, 1, (2, 3)
@@ -132,17 +132,17 @@ def attend(
         pool.reshape(-1, width),
         page_tables,
         advertised,
+        # an operand, so that all layers of a step share one compiled kernel
+        jnp.full(1, layer * layer_stride * page_size, jnp.int32),
         block_size=block_size,
         page_size=page_size,
         num_pages=num_pages,
-        first_row=layer * layer_stride * page_size,
         page_rows=page_stride * page_size,
         scale=scale,
         kv_lora_rank=kv_lora_rank,
         programs=programs,
     )
-    limit = page_tables.shape[1] * page_size
-    merged = merge(*pieces, advertised, num_rows=block_size * heads, limit=limit, dtype=query.dtype, programs=programs)
+    merged = merge(*pieces, num_rows=block_size * heads, dtype=query.dtype)
     return merged.reshape(*query.shape[:3], kv_lora_rank)
 
 
@@ -160,21 +160,10 @@ def num_tiles(advertised: Any, limit: int) -> Any:
     return lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
 
 
-def shares(tiles: Any, programs: int) -> tuple[Any, Any]:
-    """How `tiles` tiles are divided: the tiles of a program, and how many programs, the first ones, take one more."""
-    return lax.div(tiles, jnp.int32(programs)), lax.rem(tiles, jnp.int32(programs))
-
-
-def tiles_of(program: Any, share: Any, longer: Any) -> tuple[Any, Any]:
-    """The tiles that a program takes: the first, and the one behind the last."""
-    begin = program * share + jnp.minimum(program, longer)
-    return begin, begin + share + jnp.where(program < longer, jnp.int32(1), jnp.int32(0))
-
-
-def program_of(tile: Any, share: Any, longer: Any) -> Any:
-    """The program that takes a tile: the inverse of `tiles_of`."""
-    in_longer = longer * (share + 1)
-    return jnp.where(tile < in_longer, lax.div(tile, share + 1), longer + lax.div(tile - in_longer, jnp.maximum(share, 1)))
+def first_tile(program: Any, tiles: Any, programs: int) -> Any:
+    """The first of `tiles` tiles that a program takes; the programs' shares differ by one tile at most."""
+    share, longer = lax.div(tiles, jnp.int32(programs)), lax.rem(tiles, jnp.int32(programs))
+    return program * share + jnp.minimum(program, longer)
 
 
 def summed(values: list[Any]) -> Any:
@@ -191,14 +180,14 @@ def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, An
         the first tile of the run and the one behind its last, the first request with a tile in it and the one behind the
         last, and the first request's first tile.
     """
-    begin, end = tiles_of(program, *shares(summed(counts), programs))
+    tiles = summed(counts)
+    begin, end = first_tile(program, tiles, programs), first_tile(program + 1, tiles, programs)
     one, zero = jnp.int32(1), jnp.int32(0)
     start = first = behind = first_start = zero
     for count in counts:
         stop = start + count
-        before = stop <= begin
-        first = first + jnp.where(before, one, zero)
-        first_start = jnp.where(before, stop, first_start)
+        first = first + jnp.where(stop <= begin, one, zero)
+        first_start = jnp.where(stop <= begin, stop, first_start)
         behind = behind + jnp.where(start < end, one, zero)
         start = stop
     return begin, end, first, behind, first_start
@@ -210,40 +199,40 @@ def split(
     rows: jax.Array,
     page_tables: jax.Array,
     advertised: jax.Array,
+    layer_row: jax.Array,
     *,
     block_size: int,
     page_size: int,
     num_pages: int,
-    first_row: int,
     page_rows: int,
     scale: float,
     kv_lora_rank: int,
     programs: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of every request's pieces.
 
     Args:
         query: `[B, rows, D]`, see `padded_rows`; block_latents: `[B, block, D]` likewise.
-        rows: the pool as `[L*pages*P, D]`; token o of page p is row `first_row + p*page_rows + o`.
+        rows: the pool as `[L*pages*P, D]`; token o of page p is row `layer_row[0] + p*page_rows + o`.
 
     Returns:
         `[row_blocks, programs + B - 1, 64, kv_lora_rank]`, sums of values by weights `2^(score - maximum)`, and
         `[row_blocks, programs + B - 1, 2, 64]`, maxima and sums of these weights, scores in units of log 2. A program's
         piece of request b is at index `program + b`: where the run of programs meets the run of requests, one of the two
-        always moves on. Entries without a piece are not written.
+        always moves on. Entries without a piece are not written. Then `[row_blocks, B, 2]` int32, the first and the last
+        program with a piece of a request.
     """
     B, num_rows, width = query.shape
     max_blocks = page_tables.shape[1]
     limit = max_blocks * page_size
     row_blocks = ceil_div(num_rows, ROWS)
     copies, copied = max(KEYS // page_size, 1), min(KEYS, page_size)
-    block_rows = ceil_div(block_latents.shape[1], CORE) * CORE
     half = kv_lora_rank // len(VALUES)
     product_columns = math.gcd(half, PRODUCT_COLUMNS)
 
     def attention_split(
-        query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, sums: Ref, stats: Ref,
-        q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
+        query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, layer_row: Ref, sums: Ref, stats: Ref,
+        bounds: Ref, q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
         q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, weights_full: Ref, weights_free: Ref,
     ) -> None:  # fmt: skip
         program, row_block, warpgroup = (lax.axis_index(axis) for axis in ("program", "row_block", "warpgroup"))
@@ -261,7 +250,7 @@ def split(
                 count = num_tiles(advertised[b], limit)
                 low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
                 piece(b, count, low, high, step)
-                return start + count, step + (high - low)
+                return start + count, step + high - low
 
             lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
 
@@ -284,20 +273,20 @@ def split(
 
             def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
                 plgpu.barrier_wait(q_free)
-                plgpu.copy_gmem_to_smem(query.at[b, pl.ds(row_block * ROWS, ROWS)], q_smem, q_full)
+                for i in range(width // 64):
+                    part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
+                    plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
 
                 def tile(t: jax.Array, _: None) -> None:
-                    slot = stage(step + (t - low))
+                    slot = stage(step + t - low)
                     pages = [page(b, t, i) for i in range(copies)]
                     plgpu.barrier_wait(kv_free.at[slot])
 
-                    # the copy engine fills what lies behind the pool with zeros
+                    # the copy engine fills what lies behind the pool, or behind the block, with zeros
                     @pl.when(t < count - 1)
                     def _context() -> None:
                         for i, (number, readable) in enumerate(pages):
-                            row = number * page_rows + first_row
-                            if page_size > KEYS:
-                                row = row + lax.rem(t, jnp.int32(page_size // KEYS)) * KEYS
+                            row = layer_row[0] + number * page_rows + lax.rem(t * KEYS, jnp.int32(page_size))
                             row = pl.multiple_of(jnp.where(readable, row, rows.shape[0]), CORE)
                             keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
                             plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, copied)], keys, kv_full.at[slot])
@@ -305,10 +294,9 @@ def split(
                     @pl.when(t == count - 1)
                     def _block() -> None:
                         start = lax.rem(t, jnp.int32(1))  # zero, but not at trace time: there a copy must end inside the block
-                        keys = kv_smem.at[slot, pl.ds(0, block_rows)]
-                        plgpu.copy_gmem_to_smem(block.at[b, pl.ds(start, block_rows)], keys, kv_full.at[slot])
-                        for _ in range(copies - 1):
-                            plgpu.barrier_arrive(kv_full.at[slot])
+                        for i in range(copies):
+                            keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
+                            plgpu.copy_gmem_to_smem(block.at[b, pl.ds(start + i * copied, copied)], keys, kv_full.at[slot])
 
                 lax.fori_loop(low, high, tile, None)
 
@@ -327,15 +315,12 @@ def split(
 
                 def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     maximum, total = carry
-                    slot = stage(step + (t - low))
-                    keys = num_keys(b, count, t)
+                    slot = stage(step + t - low)
                     readable = [page(b, t, i)[1] | (t == count - 1) for i in range(copies)]
-                    # the readable keys of one page, or of two, are a range
-                    if copies == 1:
-                        from_key, to_key = jnp.int32(0), jnp.where(readable[0], keys, jnp.int32(0))
-                    else:
-                        from_key = jnp.where(readable[0], jnp.int32(0), jnp.int32(copied))
-                        to_key = jnp.where(readable[1], keys, jnp.minimum(keys, copied))
+                    keys = num_keys(b, count, t)
+                    # the readable keys are a range: of one page, or of two
+                    from_key = jnp.where(readable[0], 0, jnp.int32(copied))
+                    to_key = jnp.where(readable[-1], keys, jnp.minimum(keys, KEYS - copied))
                     plgpu.barrier_wait(kv_full.at[slot])
                     scores = score_product(q_smem, kv_smem.at[slot]) * jnp.float32(scale * math.log2(math.e))
                     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
@@ -358,66 +343,90 @@ def split(
                 stats[row_block, program + b, 0] = maximum
                 stats[row_block, program + b, 1] = total
 
+                @pl.when(low == 0)
+                def _first() -> None:
+                    bounds[row_block, b, 0] = program
+
+                @pl.when(high == count)
+                def _last() -> None:
+                    bounds[row_block, b, 1] = program
+
             walk(piece)
             plgpu.barrier_wait(weights_free)
 
-        def sum_values(first_column: int) -> None:
+        @pl.when(warpgroup >= VALUES[0])
+        def _sum_values() -> None:
             plgpu.set_max_registers(REGISTERS[VALUES[0]], action="increase")
-            columns = [pl.ds(start, product_columns) for start in range(first_column, first_column + half, product_columns)]
+            first_column = (warpgroup - VALUES[0]) * half
+            plgpu.barrier_arrive(q_free)
             plgpu.barrier_arrive(weights_free)
             for slot in range(STAGES):
                 plgpu.barrier_arrive(kv_free.at[slot])
 
+            def columns(start: Any, size: int) -> pl.Slice:
+                return pl.ds(pl.multiple_of(first_column + start, 64), size)
+
+            def clear(slot: jax.Array, keys: jax.Array) -> None:
+                """Zero the values behind the last key: their weights are 0, but 0 times a NaN is a NaN."""
+
+                def chunk(i: jax.Array, _: None) -> None:
+                    values = kv_smem.at[slot, :, columns(i * 64, 64)]
+                    key = plgpu.broadcasted_iota(jnp.int32, (KEYS, 64), 0, layout=plgpu.Layout.WGMMA)
+                    found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
+                    values[...] = jnp.where(key < keys, found, jnp.zeros((), found.dtype))
+
+                lax.fori_loop(0, half // 64, chunk, None)
+                plgpu.commit_smem()
+
             def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
                 def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-                    slot = stage(step + (t - low))
+                    slot = stage(step + t - low)
                     keys = num_keys(b, count, t)
                     plgpu.barrier_wait(kv_full.at[slot])
-
-                    @pl.when(keys < KEYS)
-                    def _clear() -> None:
-                        """Zero the values behind the last key: their weights are 0, but 0 times a NaN is a NaN."""
-                        for start in range(first_column, first_column + half, 64):
-                            values = kv_smem.at[slot, :, pl.ds(start, 64)]
-                            found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
-                            key = plgpu.broadcasted_iota(jnp.int32, (KEYS, 64), 0, layout=plgpu.Layout.WGMMA)
-                            values[...] = jnp.where(key < keys, found, jnp.zeros((), found.dtype))
-                        plgpu.commit_smem()
-
+                    pl.when((t < count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
                     plgpu.barrier_wait(weights_full)
                     decay = plgpu.load(decay_smem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
-                    totals = add_products(totals, weights_smem, [kv_smem.at[slot, :, part] for part in columns])
+                    values = [kv_smem.at[slot, :, columns(i * product_columns, product_columns)] for i in range(len(totals))]
+                    totals = add_products(totals, weights_smem, values)
                     plgpu.barrier_arrive(weights_free)
                     plgpu.barrier_arrive(kv_free.at[slot])
                     return totals
 
-                start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA) for _ in columns]
-                for part, total in zip(columns, lax.fori_loop(low, high, tile, start)):
-                    sums[row_block, program + b, :, part] = total.astype(sums.dtype)
+                start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA)] * (half // product_columns)
+                totals = lax.fori_loop(low, high, tile, start)
+                # the queries have done their duty: the sums leave through their place
+                first_chunk = (warpgroup - VALUES[0]) * (half // 64)
+                for i in range(half // 64):
+                    total, column = totals[i * 64 // product_columns], i * 64 % product_columns
+                    q_smem[first_chunk + i] = total[:, column : column + 64].astype(q_smem.dtype)
+                plgpu.commit_smem()
+                for i in range(half // 64):
+                    plgpu.copy_smem_to_gmem(q_smem.at[first_chunk + i], sums.at[row_block, program + b, :, columns(i * 64, 64)])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_free)
 
             walk(piece)
-
-        for i, index in enumerate(VALUES):
-            pl.when(warpgroup == index)(functools.partial(sum_values, i * half))
+            plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         attention_split,
         out_type=(
             struct((row_blocks, programs + B - 1, ROWS, kv_lora_rank), query.dtype),
             struct((row_blocks, programs + B - 1, 2, ROWS), jnp.float32),
+            struct((row_blocks, B, 2), jnp.int32),
         ),
         grid=(row_blocks, programs),
         grid_names=("row_block", "program"),
         num_threads=2 + len(VALUES),
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((ROWS, width), query.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((width // 64, ROWS, 64), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, KEYS, width), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((ROWS, KEYS), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=width // 64),
+            plgpu.Barrier(num_arrivals=1 + len(VALUES)),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
             plgpu.Barrier(),
@@ -425,16 +434,18 @@ def split(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
-    )(query, block_latents, rows, page_tables, advertised)
+    )(query, block_latents, rows, page_tables, advertised, layer_row)
 
 
 def score_product(queries: Ref, keys: Ref) -> jax.Array:
-    """Queries `[64, D]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
+    """Queries `[D/64, 64, 64]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
+    parts = [(queries.at[i], keys.at[:, pl.ds(i * 64, 64)]) for i in range(queries.shape[0])]
     if jax.default_backend() != "gpu":
-        return jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
+        return summed([jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T) for q, k in parts])
 
     def multiply(accumulator: Ref) -> jax.Array:
-        plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
+        for q, k in parts:
+            plgpu.wgmma(accumulator, q, k.transpose((1, 0)))
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
@@ -456,79 +467,62 @@ def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def merge(
-    sums: jax.Array, stats: jax.Array, advertised: jax.Array, *, num_rows: int, limit: int, dtype: Any, programs: int
-) -> jax.Array:
+def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int, dtype: Any) -> jax.Array:
     """The sum of each request's pieces, scaled to their common maximum and divided by the sum of their weights.
 
     One program per row, or half of it; its warpgroups take the pieces in turns. With few requests each has many pieces and
     there are few programs, so that more warpgroups share them.
 
     Args:
-        sums, stats: of `split`; limit: the longest context that the page tables can hold.
+        sums, stats, bounds: of `split`.
 
     Returns:
         `[B, num_rows, kv_lora_rank]`
     """
-    B, rank = advertised.shape[0], sums.shape[-1]
-    warpgroups = 8 if B <= 2 else 4 if B <= 8 else 2
-    columns = rank // 2 if B <= 8 and rank % (2 * WARPGROUP) == 0 else rank
+    B, rank = bounds.shape[1], sums.shape[-1]
+    pieces = ceil_div(sums.shape[1] - (B - 1), B) + 1  # of each request, if they are alike
+    at_once = min(pieces, MERGED_AT_ONCE)
+    warpgroups = min(max(pl.next_power_of_2(ceil_div(pieces, at_once)), 2), 8)
+    columns = rank // 2 if B <= 4 and rank % (2 * WARPGROUP) == 0 else rank
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=math.gcd(columns // WARPGROUP, 4))
 
-    def attention_merge(sums: Ref, stats: Ref, advertised: Ref, out: Ref, sums_smem: Ref, stats_smem: Ref, ready: Ref) -> None:
+    def attention_merge(sums: Ref, stats: Ref, bounds: Ref, out: Ref, sums_smem: Ref, stats_smem: Ref, ready: Ref) -> None:
         b, row, warpgroup = (lax.axis_index(axis) for axis in ("request", "row", "warpgroup"))
         part = pl.ds(lax.axis_index("columns") * columns, columns)
         row_block, block_row = lax.div(row, jnp.int32(ROWS)), lax.rem(row, jnp.int32(ROWS))
-        tiles, start, mine = jnp.int32(0), jnp.int32(0), jnp.int32(0)
-        for i in range(B):
-            count = num_tiles(advertised[i], limit)
-            tiles = tiles + count
-            start = start + jnp.where(i < b, count, 0)
-            mine = mine + jnp.where(b == i, count, 0)
-        share, longer = shares(tiles, programs)
-        first, last = program_of(start, share, longer), program_of(start + mine - 1, share, longer)
+        first, last = bounds[row_block, b, 0], bounds[row_block, b, 1]
 
         def add(number: jax.Array, carry: Partial) -> Partial:
             """The next pieces; their loads do not wait for each other."""
-            highest, weight, values = carry
-            pieces = []
-            for i in range(MERGED_AT_ONCE):
-                program = first + warpgroup + (number * MERGED_AT_ONCE + i) * warpgroups
-                there = program <= last
+            parts = [carry]
+            for i in range(at_once):
+                program = first + warpgroup + (number * at_once + i) * warpgroups
                 # behind the last piece: that one again, with a weight of zero
-                index = jnp.minimum(program, last) + b
-                maximum = jnp.where(there, stats[row_block, index, 0, block_row], jnp.float32(LOWEST))
-                piece_weight = jnp.where(there, stats[row_block, index, 1, block_row], jnp.float32(0))
-                found = plgpu.load(sums.at[row_block, index, block_row, part], layout=layout, optimized=False)
-                pieces.append((there, maximum, piece_weight, found.astype(jnp.float32)))
-            risen = functools.reduce(jnp.maximum, [maximum for _, maximum, _, _ in pieces], highest)
-            decay = jnp.exp2(highest - risen)
-            values, weight = values * decay, weight * decay
-            for there, maximum, piece_weight, piece_values in pieces:
-                scale = jnp.where(there, jnp.exp2(maximum - risen), jnp.float32(0))
-                values, weight = values + piece_values * scale, weight + piece_weight * scale
-            return risen, weight, values
+                index, there = jnp.minimum(program, last) + b, program <= last
+                values = plgpu.load(sums.at[row_block, index, block_row, part], layout=layout, optimized=False)
+                maximum = jnp.where(there, stats[row_block, index, 0, block_row], LOWEST)
+                parts.append((maximum, stats[row_block, index, 1, block_row], values.astype(jnp.float32)))
+            return added(parts)
 
-        rounds = lax.div(last - first + warpgroups * MERGED_AT_ONCE, jnp.int32(warpgroups * MERGED_AT_ONCE))
-        nothing = (jnp.float32(LOWEST), jnp.float32(0), splat(0, (columns,), layout))
-        highest, weight, values = lax.fori_loop(jnp.int32(0), rounds, add, nothing)
+        rounds = lax.div(last - first, jnp.int32(warpgroups * at_once)) + 1
+        maximum, weight, values = lax.fori_loop(
+            0, rounds, add, (jnp.float32(LOWEST), jnp.float32(0), splat(0, (columns,), layout))
+        )
         sums_smem[warpgroup] = values
-        stats_smem[warpgroup, 0] = highest
+        stats_smem[warpgroup, 0] = maximum
         stats_smem[warpgroup, 1] = weight
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
 
         @pl.when(warpgroup == 0)
         def _finish() -> None:
-            parts = [
-                (stats_smem[i, 0], stats_smem[i, 1], plgpu.load(sums_smem.at[i], layout=layout, optimized=False))
-                for i in range(warpgroups)
-            ]
-            highest = functools.reduce(jnp.maximum, [maximum for maximum, _, _ in parts])
-            scales = [jnp.exp2(maximum - highest) for maximum, _, _ in parts]
-            inverse = jnp.float32(1) / summed([scale * weight for scale, (_, weight, _) in zip(scales, parts)])
-            merged = summed([values * (scale * inverse) for scale, (_, _, values) in zip(scales, parts)])
-            out[b, row, part] = merged.astype(out.dtype)
+            _, weight, values = added(
+                [
+                    (stats_smem[i, 0], stats_smem[i, 1], plgpu.load(sums_smem.at[i], layout=layout, optimized=False))
+                    for i in range(warpgroups)
+                ]
+            )
+            out[b, row, part] = (values / weight).astype(out.dtype)
 
     return plgpu.kernel(
         attention_merge,
@@ -544,8 +538,17 @@ def merge(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
-    )(sums, stats, advertised)
+    )(sums, stats, bounds)
 
 
 Partial = tuple[jax.Array, jax.Array, jax.Array]
-"""Of some keys: the highest score, the sum of the weights `2^(score - highest)`, and that of the values by their weights."""
+"""Of some keys: their highest score, the sum of their weights `2^(score - highest)`, and of their values by these."""
+
+
+def added(parts: list[Partial]) -> Partial:
+    """Some keys' partial sums as one. A part whose highest score is `LOWEST` counts for nothing beside another."""
+    highest = functools.reduce(jnp.maximum, [maximum for maximum, _, _ in parts])
+    scales = [jnp.exp2(maximum - highest) for maximum, _, _ in parts]
+    weight = summed([scale * weight for scale, (_, weight, _) in zip(scales, parts)])
+    values = summed([values * scale for scale, (_, _, values) in zip(scales, parts)])
+    return highest, weight, values
