@@ -12,7 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,26 @@ COPIER, SCORER, VALUES = 0, 1, (2, 3)
 
 REGISTERS = {COPIER: 40, SCORER: 136, VALUES[0]: 168, VALUES[1]: 168}
 """Registers per thread: 512 threads share 65,536, and half of a 64 x 512 accumulator takes 128 of each."""
+
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    reduction_scratch_bytes=512,
+    # all that threads of one warpgroup hand each other goes through `commit_smem` or a barrier at which each of them arrives
+    unsafe_no_auto_barriers=True,
+)
+
+
+class Piece(NamedTuple):
+    """Tiles `low..high-1` of the `count` tiles of request b; `step` is how many tiles the program has taken before."""
+
+    b: jax.Array
+    tokens: jax.Array
+    """Context of the request."""
+    count: jax.Array
+    low: jax.Array
+    high: jax.Array
+    step: jax.Array
 
 
 def unsupported(shape: AttentionShape) -> str | None:
@@ -216,7 +236,7 @@ def split(
         rows: the pool as `[L*pages*P, D]`; token o of page p is row `layer_row[0] + p*page_rows + o`.
 
     Returns:
-        `[row_blocks, programs + B - 1, 64, kv_lora_rank]`, sums of values by weights `2^(score - maximum)`, and
+        `[row_blocks, programs + B - 1, rows, kv_lora_rank]`, up to 64 rows, sums of values by weights `2^(score - maximum)`, and
         `[row_blocks, programs + B - 1, 2, 64]`, maxima and sums of these weights, scores in units of log 2. A program's
         piece of request b is at index `program + b`: where the run of programs meets the run of requests, one of the two
         always moves on. Entries without a piece are not written. Then `[row_blocks, B, 2]` int32, the first and the last
@@ -227,80 +247,85 @@ def split(
     limit = max_blocks * page_size
     row_blocks = ceil_div(num_rows, ROWS)
     copies, copied = max(KEYS // page_size, 1), min(KEYS, page_size)
+    sum_rows = min(ceil_div(num_rows, CORE) * CORE, ROWS)
     half = kv_lora_rank // len(VALUES)
     product_columns = math.gcd(half, PRODUCT_COLUMNS)
 
     def attention_split(
         query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, layer_row: Ref, sums: Ref, stats: Ref,
         bounds: Ref, q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
-        q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, weights_full: Ref, weights_free: Ref,
+        q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, decay_full: Ref, weights_full: Ref, weights_free: Ref,
     ) -> None:  # fmt: skip
         program, row_block, warpgroup = (lax.axis_index(axis) for axis in ("program", "row_block", "warpgroup"))
+        first_row = layer_row[0]
         counts = [num_tiles(advertised[b], limit) for b in range(B)]
         begin, end, first, behind, first_start = requests_of(counts, program, programs)
 
-        def context(b: jax.Array) -> jax.Array:
-            return jnp.clip(advertised[b], 0, limit)
-
-        def walk(piece: Callable[..., None]) -> None:
-            """Call `piece(b, count, low, high, step)` for tiles `low..high-1` of the `count` tiles of request b."""
-
+        def walk(work: Callable[[Piece], None]) -> None:
             def visit(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 start, step = carry
-                count = num_tiles(advertised[b], limit)
+                tokens = jnp.clip(advertised[b], 0, limit)
+                count = num_tiles(tokens, limit)
                 low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
-                piece(b, count, low, high, step)
+                work(Piece(b, tokens, count, low, high, step))
                 return start + count, step + high - low
 
             lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
 
-        def page(b: jax.Array, t: jax.Array, i: int) -> tuple[jax.Array, jax.Array]:
-            """Page of the i-th part of context tile t, and whether it is one that the request can read."""
-            column = lax.div(t * KEYS, jnp.int32(page_size)) + i
-            number = tables[b, jnp.minimum(column, max_blocks - 1)]
-            return number, (number >= 0) & (number < num_pages) & (column * page_size < context(b))
+        def pages(piece: Piece, t: jax.Array) -> list[jax.Array]:
+            """Pages of context tile t."""
+            column = lax.div(t * KEYS, jnp.int32(page_size))
+            return [tables[piece.b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
 
-        def num_keys(b: jax.Array, count: jax.Array, t: jax.Array) -> jax.Array:
+        def readable(piece: Piece, t: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
+            """Whether these pages of context tile t are some that the request can read."""
+            start = lax.div(t * KEYS, jnp.int32(page_size)) * page_size
+            return [(p >= 0) & (p < num_pages) & (start + i * page_size < piece.tokens) for i, p in enumerate(pages)]
+
+        def num_keys(piece: Piece, t: jax.Array) -> jax.Array:
             """Keys of tile t: the block's in the last one."""
-            return jnp.where(t == count - 1, jnp.int32(block_size), jnp.minimum(context(b) - t * KEYS, KEYS))
+            return jnp.where(t == piece.count - 1, jnp.int32(block_size), jnp.minimum(piece.tokens - t * KEYS, KEYS))
 
-        def stage(step: jax.Array) -> jax.Array:
-            return lax.rem(step, jnp.int32(STAGES))
+        def stage(piece: Piece, t: jax.Array) -> jax.Array:
+            return lax.rem(piece.step + t - piece.low, jnp.int32(STAGES))
 
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
             plgpu.set_max_registers(REGISTERS[COPIER], action="decrease")
 
-            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+            def work(piece: Piece) -> None:
+                b, last = piece.b, piece.count - 1
+                found = pages(piece, piece.low)
                 plgpu.barrier_wait(q_free)
                 for i in range(width // 64):
                     part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
                     plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
 
-                def tile(t: jax.Array, _: None) -> None:
-                    slot = stage(step + t - low)
-                    pages = [page(b, t, i) for i in range(copies)]
+                def tile(t: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+                    slot = stage(piece, t)
+                    following = pages(piece, t + 1)  # on their way while this tile waits for its place
                     plgpu.barrier_wait(kv_free.at[slot])
 
                     # the copy engine fills what lies behind the pool, or behind the block, with zeros
-                    @pl.when(t < count - 1)
+                    @pl.when(t < last)
                     def _context() -> None:
-                        for i, (number, readable) in enumerate(pages):
-                            row = layer_row[0] + number * page_rows + lax.rem(t * KEYS, jnp.int32(page_size))
-                            row = pl.multiple_of(jnp.where(readable, row, rows.shape[0]), CORE)
+                        offset = first_row + lax.rem(t * KEYS, jnp.int32(page_size))
+                        for i, (number, there) in enumerate(zip(found, readable(piece, t, found))):
+                            row = pl.multiple_of(jnp.where(there, offset + number * page_rows, rows.shape[0]), CORE)
                             keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
                             plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, copied)], keys, kv_full.at[slot])
 
-                    @pl.when(t == count - 1)
+                    @pl.when(t == last)
                     def _block() -> None:
-                        start = lax.rem(t, jnp.int32(1))  # zero, but not at trace time: there a copy must end inside the block
                         for i in range(copies):
                             keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
-                            plgpu.copy_gmem_to_smem(block.at[b, pl.ds(start + i * copied, copied)], keys, kv_full.at[slot])
+                            plgpu.copy_gmem_to_smem(block.at[b, pl.ds(zero(t) + i * copied, copied)], keys, kv_full.at[slot])
 
-                lax.fori_loop(low, high, tile, None)
+                    return following
 
-            walk(piece)
+                lax.fori_loop(piece.low, piece.high, tile, found)
+
+            walk(work)
             plgpu.barrier_wait(q_free)
             for slot in range(STAGES):
                 plgpu.barrier_wait(kv_free.at[slot])
@@ -310,48 +335,49 @@ def split(
             plgpu.set_max_registers(REGISTERS[SCORER], action="increase")
             plgpu.barrier_arrive(q_free)
 
-            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+            def work(piece: Piece) -> None:
+                b, last = piece.b, piece.count - 1
                 plgpu.barrier_wait(q_full)
 
                 def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     maximum, total = carry
-                    slot = stage(step + t - low)
-                    readable = [page(b, t, i)[1] | (t == count - 1) for i in range(copies)]
-                    keys = num_keys(b, count, t)
+                    slot = stage(piece, t)
+                    there = [found | (t == last) for found in readable(piece, t, pages(piece, t))]
+                    keys = num_keys(piece, t)
                     # the readable keys are a range: of one page, or of two
-                    from_key = jnp.where(readable[0], 0, jnp.int32(copied))
-                    to_key = jnp.where(readable[-1], keys, jnp.minimum(keys, KEYS - copied))
+                    from_key = jnp.where(there[0], 0, jnp.int32(copied))
+                    to_key = jnp.where(there[-1], keys, jnp.minimum(keys, KEYS - copied))
                     plgpu.barrier_wait(kv_full.at[slot])
                     scores = score_product(q_smem, kv_smem.at[slot]) * jnp.float32(scale * math.log2(math.e))
                     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
                     scores = jnp.where((key >= from_key) & (key < to_key), scores, -jnp.inf)
                     risen = jnp.maximum(maximum, scores.max(axis=1))
                     decay = jnp.exp2(maximum - risen)
+                    decay_smem[slot] = decay
+                    plgpu.barrier_arrive(decay_full.at[slot])
                     weights = jnp.exp2(scores - lax.broadcast_in_dim(risen, scores.shape, [0]))
-                    total = total * decay + weights.sum(axis=1)
                     plgpu.barrier_wait(weights_free)
                     weights_smem[...] = weights.astype(weights_smem.dtype)
-                    decay_smem[...] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weights_full)
-                    return risen, total
+                    return risen, total * decay + weights.sum(axis=1)
 
                 layout = plgpu.Layout.WGMMA.reduce(1)
                 start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
-                maximum, total = lax.fori_loop(low, high, tile, start)
+                maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
                 plgpu.barrier_arrive(q_free)
                 stats[row_block, program + b, 0] = maximum
                 stats[row_block, program + b, 1] = total
 
-                @pl.when(low == 0)
+                @pl.when(piece.low == 0)
                 def _first() -> None:
                     bounds[row_block, b, 0] = program
 
-                @pl.when(high == count)
+                @pl.when(piece.high == piece.count)
                 def _last() -> None:
                     bounds[row_block, b, 1] = program
 
-            walk(piece)
+            walk(work)
             plgpu.barrier_wait(weights_free)
 
         @pl.when(warpgroup >= VALUES[0])
@@ -378,15 +404,16 @@ def split(
                 lax.fori_loop(0, half // 64, chunk, None)
                 plgpu.commit_smem()
 
-            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+            def work(piece: Piece) -> None:
                 def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-                    slot = stage(step + t - low)
-                    keys = num_keys(b, count, t)
+                    slot = stage(piece, t)
+                    keys = num_keys(piece, t)
                     plgpu.barrier_wait(kv_full.at[slot])
-                    pl.when((t < count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
-                    plgpu.barrier_wait(weights_full)
-                    decay = plgpu.load(decay_smem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                    pl.when((t < piece.count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
+                    plgpu.barrier_wait(decay_full.at[slot])
+                    decay = plgpu.load(decay_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
+                    plgpu.barrier_wait(weights_full)
                     values = [kv_smem.at[slot, :, columns(i * product_columns, product_columns)] for i in range(len(totals))]
                     totals = add_products(totals, weights_smem, values)
                     plgpu.barrier_arrive(weights_free)
@@ -394,25 +421,26 @@ def split(
                     return totals
 
                 start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA)] * (half // product_columns)
-                totals = lax.fori_loop(low, high, tile, start)
+                totals = lax.fori_loop(piece.low, piece.high, tile, start)
                 # the queries have done their duty: the sums leave through their place
-                first_chunk = (warpgroup - VALUES[0]) * (half // 64)
                 for i in range(half // 64):
                     total, column = totals[i * 64 // product_columns], i * 64 % product_columns
-                    q_smem[first_chunk + i] = total[:, column : column + 64].astype(q_smem.dtype)
-                plgpu.commit_smem()
-                for i in range(half // 64):
-                    plgpu.copy_smem_to_gmem(q_smem.at[first_chunk + i], sums.at[row_block, program + b, :, columns(i * 64, 64)])
+                    staged = q_smem.at[(warpgroup - VALUES[0]) * (half // 64) + i]
+                    staged[...] = total[:, column : column + 64].astype(q_smem.dtype)
+                    plgpu.commit_smem()
+                    # rows behind the last are not written
+                    place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(i * 64, 64)]
+                    plgpu.copy_smem_to_gmem(staged, place)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free)
 
-            walk(piece)
+            walk(work)
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         attention_split,
         out_type=(
-            struct((row_blocks, programs + B - 1, ROWS, kv_lora_rank), query.dtype),
+            struct((row_blocks, programs + B - 1, sum_rows, kv_lora_rank), query.dtype),
             struct((row_blocks, programs + B - 1, 2, ROWS), jnp.float32),
             struct((row_blocks, B, 2), jnp.int32),
         ),
@@ -424,15 +452,16 @@ def split(
             plgpu.SMEM((width // 64, ROWS, 64), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, KEYS, width), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((ROWS, KEYS), query.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((ROWS,), jnp.float32),
+            plgpu.SMEM((STAGES, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=width // 64),
             plgpu.Barrier(num_arrivals=1 + len(VALUES)),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=len(VALUES)),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        compiler_params=COMPILER_PARAMS,
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
     )(query, block_latents, rows, page_tables, advertised, layer_row)
 
@@ -463,6 +492,11 @@ def add_products(totals: list[jax.Array], a: Ref, bs: list[Ref]) -> list[jax.Arr
     return pl.run_state(multiply)([plgpu.ACC.init(total) for total in totals])
 
 
+def zero(x: jax.Array) -> jax.Array:
+    """0, but not at trace time: there the end of a copy must lie inside what it reads or writes."""
+    return lax.rem(x, jnp.int32(1))
+
+
 def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
@@ -479,10 +513,10 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
     Returns:
         `[B, num_rows, kv_lora_rank]`
     """
-    B, rank = bounds.shape[1], sums.shape[-1]
-    pieces = ceil_div(sums.shape[1] - (B - 1), B) + 1  # of each request, if they are alike
-    at_once = min(pieces, MERGED_AT_ONCE)
-    warpgroups = min(max(pl.next_power_of_2(ceil_div(pieces, at_once)), 2), 8)
+    B, num_pieces, rank = bounds.shape[1], sums.shape[1], sums.shape[-1]
+    pieces = ceil_div(num_pieces - (B - 1), B) + (B > 1)  # of each request, if they are alike
+    warpgroups = min(pl.next_power_of_2(ceil_div(pieces, MERGED_AT_ONCE)), 8)
+    at_once = min(ceil_div(pieces, warpgroups), 2 * MERGED_AT_ONCE)
     columns = rank // 2 if B <= 4 and rank % (2 * WARPGROUP) == 0 else rank
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=math.gcd(columns // WARPGROUP, 4))
 
@@ -490,18 +524,26 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
         b, row, warpgroup = (lax.axis_index(axis) for axis in ("request", "row", "warpgroup"))
         part = pl.ds(lax.axis_index("columns") * columns, columns)
         row_block, block_row = lax.div(row, jnp.int32(ROWS)), lax.rem(row, jnp.int32(ROWS))
-        first, last = bounds[row_block, b, 0], bounds[row_block, b, 1]
+        last = bounds[row_block, b, 1]
+        first = bounds[row_block, b, 0] if B > 1 else jnp.int32(0)  # so that the loads below need not wait for it
 
         def add(number: jax.Array, carry: Partial) -> Partial:
             """The next pieces; their loads do not wait for each other."""
             parts = [carry]
             for i in range(at_once):
                 program = first + warpgroup + (number * at_once + i) * warpgroups
-                # behind the last piece: that one again, with a weight of zero
-                index, there = jnp.minimum(program, last) + b, program <= last
+                index, there = jnp.minimum(program + b, num_pieces - 1), program <= last
+                maximum, weight = (stats[row_block, index, j, block_row] for j in range(2))
                 values = plgpu.load(sums.at[row_block, index, block_row, part], layout=layout, optimized=False)
-                maximum = jnp.where(there, stats[row_block, index, 0, block_row], LOWEST)
-                parts.append((maximum, stats[row_block, index, 1, block_row], values.astype(jnp.float32)))
+                # behind the last piece: whatever was in memory
+                nothing = splat(0, (columns,), layout)
+                parts.append(
+                    (
+                        jnp.where(there, maximum, LOWEST),
+                        jnp.where(there, weight, 0),
+                        jnp.where(lax.broadcast(there, (columns,)), values.astype(jnp.float32), nothing),
+                    )
+                )
             return added(parts)
 
         rounds = lax.div(last - first, jnp.int32(warpgroups * at_once)) + 1
@@ -536,7 +578,7 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
             plgpu.SMEM((warpgroups, 2), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
     )(sums, stats, bounds)
 

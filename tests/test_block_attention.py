@@ -153,23 +153,26 @@ def test_interpreted_kernels_against_fp64(case):
     case.check(kernels.attend(*operands, **static, programs=3))
 
 
-@pytest.mark.parametrize("programs", [36, 75])
-def test_the_merge_takes_more_pieces_than_at_once(programs):
-    """Maxima that rise and fall over several rounds of a warpgroup; an index without a piece holds NaN."""
-    B, rank, rows = 1, 128, 3
-    tokens = 64 * (programs - 2)  # one tile per program but for the last, which has none
-    rng = np.random.default_rng(programs)
-    sums = rng.standard_normal((1, programs, 64, rank))
-    maxima, weights = 4 * rng.standard_normal((programs, 64)), rng.uniform(0.5, 3, (programs, 64))
-    stats = np.stack([maxima, weights], axis=1)[None]
+@pytest.mark.parametrize(("B", "pieces"), [(1, 36), (1, 150), (3, 20)])
+def test_the_merge_takes_more_pieces_than_at_once(B, pieces):
+    """Maxima that rise and fall over several warpgroups and rounds; what no program wrote is NaN."""
+    rank, rows = 128, 3
+    rng = np.random.default_rng(pieces)
+    bounds = np.stack([np.arange(B), np.arange(1, B + 1)], axis=1) * (pieces - 2)
+    sums = rng.standard_normal((1, (pieces - 2) * B + 1 + B, 8, rank))
+    maxima, weights = 4 * rng.standard_normal((2, *sums.shape[1:3]))
+    stats = np.pad(np.stack([maxima, np.abs(weights) + 0.5], axis=1), ((0, 0), (0, 0), (0, 56)))[None]
     sums[0, -1], stats[0, -1] = np.nan, np.nan
     merged = kernels.merge(
-        jnp.asarray(sums, jnp.float32), jnp.asarray(stats, jnp.float32), jnp.full(B, tokens, jnp.int32),
-        num_rows=rows, limit=64 * programs, dtype=jnp.float32, programs=programs,
+        jnp.asarray(sums, jnp.float32), jnp.asarray(stats, jnp.float32), jnp.asarray(bounds[None], jnp.int32),
+        num_rows=rows, dtype=jnp.float32,
     )  # fmt: skip
-    scale = 2.0 ** (maxima - maxima[:-1].max(axis=0))[:-1, :rows]
-    expected = np.einsum("pr,prk->rk", scale, sums[0, :-1, :rows]) / np.einsum("pr,pr->r", scale, weights[:-1, :rows])[:, None]
-    np.testing.assert_allclose(merged[0], expected, rtol=2e-5, atol=2e-5)  # fp32
+    for b, (first, last) in enumerate(bounds):
+        mine = slice(first + b, last + b + 1)
+        scale = 2.0 ** (maxima[mine, :rows] - maxima[mine, :rows].max(axis=0))
+        expected = np.einsum("pr,prk->rk", scale, sums[0, mine, :rows])
+        expected /= np.einsum("pr,pr->r", scale, stats[0, mine, 1, :rows])[:, None]
+        np.testing.assert_allclose(merged[b], expected, rtol=2e-5, atol=2e-5)  # fp32
 
 
 def test_the_kernels_lower_for_a_gpu_at_k3_shapes(monkeypatch):
