@@ -3,16 +3,18 @@
 The split is a persistent grid. The tiles of 64 keys of all requests form one line, and every program takes an equal run of
 it, however different the lengths are: one or more *pieces*, each inside one request. A program is four warpgroups: one copies
 pages into shared memory, one computes scores and softmax, and two hold half of the output columns each and multiply weights
-and values. A key's latent is its value as well, so that a tile is copied once. The merge adds up each request's pieces.
+and values. A key's latent is its value as well, so that a tile is copied once. How far the sums so far shrink is known ahead
+of the weights, and applied by then. The merge adds up each request's pieces.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from jdspark.ops.backends import BackendUnavailable
 from jdspark.ops.block_attention import AttentionShape
 from jdspark.ops.checks import Layout, pool_dims
 
-from .launch import WARPGROUP, Ref, ceil_div, struct
+from .launch import WARP, WARPGROUP, WARPS, Ref, ceil_div, struct
 
 ROWS, KEYS = 64, 64
 """Query rows of a program, and keys of a tile."""
@@ -48,15 +50,14 @@ PRODUCT_COLUMNS = 128
 LOWEST = -1e30
 """The running maximum before the first key: finite, so that the difference of two is a number."""
 
-MERGED_AT_ONCE = 9
-"""Pieces that a warpgroup of the merge loads together."""
+MERGED_AT_ONCE, MERGERS = 9, 8
+"""Pieces that a warpgroup of the merge loads together, unless the most warpgroups that a program has there are too few."""
 
 COPIER, SCORER, VALUES = 0, 1, (2, 3)
 """Warpgroups of a split program."""
 
 REGISTERS = {COPIER: 40, SCORER: 136, VALUES[0]: 168, VALUES[1]: 168}
 """Registers per thread: 512 threads share 65,536, and half of a 64 x 512 accumulator takes 128 of each."""
-
 
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,
@@ -66,7 +67,8 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 )
 
 
-class Piece(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Piece:
     """Tiles `low..high-1` of the `count` tiles of request b; `step` is how many tiles the program has taken before."""
 
     b: jax.Array
@@ -162,7 +164,7 @@ def attend(
         kv_lora_rank=kv_lora_rank,
         programs=programs,
     )
-    merged = merge(*pieces, num_rows=block_size * heads, dtype=query.dtype)
+    merged = merge(*pieces, num_rows=block_size * heads, programs=programs, dtype=query.dtype)
     return merged.reshape(*query.shape[:3], kv_lora_rank)
 
 
@@ -236,11 +238,11 @@ def split(
         rows: the pool as `[L*pages*P, D]`; token o of page p is row `layer_row[0] + p*page_rows + o`.
 
     Returns:
-        `[row_blocks, programs + B - 1, rows, kv_lora_rank]`, up to 64 rows, sums of values by weights `2^(score - maximum)`, and
-        `[row_blocks, programs + B - 1, 2, 64]`, maxima and sums of these weights, scores in units of log 2. A program's
-        piece of request b is at index `program + b`: where the run of programs meets the run of requests, one of the two
-        always moves on. Entries without a piece are not written. Then `[row_blocks, B, 2]` int32, the first and the last
-        program with a piece of a request.
+        `[row_blocks, programs + B - 1, rows, kv_lora_rank]` with up to 64 rows, sums of values by weights
+        `2^(score - maximum)`, and `[row_blocks, 2, 64, programs + B - 1 or more]`, maxima and sums of these weights, scores in
+        units of log 2. A program's piece of request b is at index `program + b`: where the run of programs meets the run of
+        requests, one of the two always moves on. Entries without a piece are not written. Then `[row_blocks, B, 2]` int32,
+        the first and the last program with a piece of a request.
     """
     B, num_rows, width = query.shape
     max_blocks = page_tables.shape[1]
@@ -366,8 +368,8 @@ def split(
                 start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
                 maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
                 plgpu.barrier_arrive(q_free)
-                stats[row_block, program + b, 0] = maximum
-                stats[row_block, program + b, 1] = total
+                stats[row_block, 0, :, program + b] = maximum
+                stats[row_block, 1, :, program + b] = total
 
                 @pl.when(piece.low == 0)
                 def _first() -> None:
@@ -441,7 +443,7 @@ def split(
         attention_split,
         out_type=(
             struct((row_blocks, programs + B - 1, sum_rows, kv_lora_rank), query.dtype),
-            struct((row_blocks, programs + B - 1, 2, ROWS), jnp.float32),
+            struct((row_blocks, 2, ROWS, programs + B - 1 + turns(B, programs)[2]), jnp.float32),
             struct((row_blocks, B, 2), jnp.int32),
         ),
         grid=(row_blocks, programs),
@@ -501,11 +503,22 @@ def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int, dtype: Any) -> jax.Array:
+def turns(B: int, programs: int) -> tuple[int, int, int]:
+    """How the merge takes a request's pieces: by how many warpgroups, how many of them each at once, and the most in all."""
+    pieces = ceil_div(programs, B) + (B > 1)  # of each request, if they are alike
+    warpgroups = min(pl.next_power_of_2(ceil_div(pieces, MERGED_AT_ONCE)), MERGERS)
+    at_once = ceil_div(pieces, warpgroups)
+    rounds = ceil_div(programs, at_once * warpgroups)
+    return warpgroups, at_once, ceil_div(rounds * at_once * warpgroups, WARP) * WARP
+
+
+def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int, programs: int, dtype: Any) -> jax.Array:
     """The sum of each request's pieces, scaled to their common maximum and divided by the sum of their weights.
 
-    One program per row, or half of it; its warpgroups take the pieces in turns. With few requests each has many pieces and
-    there are few programs, so that more warpgroups share them.
+    One program per row, or half of it; its warpgroups take the pieces in turns, see `turns`. With few requests each has many
+    pieces and there are few programs, so that more warpgroups share them. The pieces' scales are worked out once, in every
+    warp, while the sums are on their way: per number there is only a product to add, for instructions are what the merge is
+    short of.
 
     Args:
         sums, stats, bounds: of `split`.
@@ -513,58 +526,53 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
     Returns:
         `[B, num_rows, kv_lora_rank]`
     """
-    B, num_pieces, rank = bounds.shape[1], sums.shape[1], sums.shape[-1]
-    pieces = ceil_div(num_pieces - (B - 1), B) + (B > 1)  # of each request, if they are alike
-    warpgroups = min(pl.next_power_of_2(ceil_div(pieces, MERGED_AT_ONCE)), 8)
-    at_once = min(ceil_div(pieces, warpgroups), 2 * MERGED_AT_ONCE)
+    B, rank = bounds.shape[1], sums.shape[-1]
+    warpgroups, at_once, most = turns(B, programs)
     columns = rank // 2 if B <= 4 and rank % (2 * WARPGROUP) == 0 else rank
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=math.gcd(columns // WARPGROUP, 4))
+    # every warp holds all of them, so that their maximum and sum are its own affair
+    stats_layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((WARP,), (1,))), warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1
+    )
 
-    def attention_merge(sums: Ref, stats: Ref, bounds: Ref, out: Ref, sums_smem: Ref, stats_smem: Ref, ready: Ref) -> None:
+    def attention_merge(sums: Ref, stats: Ref, bounds: Ref, out: Ref, scales_smem: Ref, sums_smem: Ref, ready: Ref) -> None:
         b, row, warpgroup = (lax.axis_index(axis) for axis in ("request", "row", "warpgroup"))
         part = pl.ds(lax.axis_index("columns") * columns, columns)
         row_block, block_row = lax.div(row, jnp.int32(ROWS)), lax.rem(row, jnp.int32(ROWS))
-        last = bounds[row_block, b, 1]
-        first = bounds[row_block, b, 0] if B > 1 else jnp.int32(0)  # so that the loads below need not wait for it
+        first, last = bounds[row_block, b, 0], bounds[row_block, b, 1]
 
-        def add(number: jax.Array, carry: Partial) -> Partial:
-            """The next pieces; their loads do not wait for each other."""
-            parts = [carry]
-            for i in range(at_once):
-                program = first + warpgroup + (number * at_once + i) * warpgroups
-                index, there = jnp.minimum(program + b, num_pieces - 1), program <= last
-                maximum, weight = (stats[row_block, index, j, block_row] for j in range(2))
-                values = plgpu.load(sums.at[row_block, index, block_row, part], layout=layout, optimized=False)
-                # behind the last piece: whatever was in memory
-                nothing = splat(0, (columns,), layout)
-                parts.append(
-                    (
-                        jnp.where(there, maximum, LOWEST),
-                        jnp.where(there, weight, 0),
-                        jnp.where(lax.broadcast(there, (columns,)), values.astype(jnp.float32), nothing),
-                    )
-                )
-            return added(parts)
+        def load(number: Any) -> list[jax.Array]:
+            """This warpgroup's next pieces; behind the last that one again, which counts for nothing."""
+            start = first + warpgroup + number * (at_once * warpgroups)
+            indices = [jnp.minimum(start + i * warpgroups, last) + b for i in range(at_once)]
+            return [plgpu.load(sums.at[row_block, i, block_row, part], layout=layout, optimized=False) for i in indices]
 
-        rounds = lax.div(last - first, jnp.int32(warpgroups * at_once)) + 1
-        maximum, weight, values = lax.fori_loop(
-            0, rounds, add, (jnp.float32(LOWEST), jnp.float32(0), splat(0, (columns,), layout))
+        def scaled(number: Any, values: list[jax.Array]) -> jax.Array:
+            start = warpgroup + number * (at_once * warpgroups)
+            scales = [scales_smem[warpgroup, start + i * warpgroups] for i in range(at_once)]
+            return summed([scale * value.astype(jnp.float32) for scale, value in zip(scales, values)])
+
+        values = load(0)
+        maxima, weights = (
+            plgpu.load(stats.at[row_block, i, block_row, pl.ds(first + b, most)], layout=stats_layout, optimized=False)
+            for i in range(2)
         )
-        sums_smem[warpgroup] = values
-        stats_smem[warpgroup, 0] = maximum
-        stats_smem[warpgroup, 1] = weight
+        there = plgpu.broadcasted_iota(jnp.int32, (most,), 0, layout=stats_layout) <= last - first
+        maxima = jnp.where(there, maxima, LOWEST)
+        scales = jnp.exp2(maxima - jnp.max(maxima))
+        total = jnp.sum(jnp.where(there, scales * weights, 0))
+        scales_smem[warpgroup] = scales / total
+        plgpu.commit_smem()
+        rounds = lax.div(last - first, jnp.int32(warpgroups * at_once)) + 1
+        merged = lax.fori_loop(1, rounds, lambda i, merged: merged + scaled(i, load(i)), scaled(0, values))
+        sums_smem[warpgroup] = merged
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
 
         @pl.when(warpgroup == 0)
         def _finish() -> None:
-            _, weight, values = added(
-                [
-                    (stats_smem[i, 0], stats_smem[i, 1], plgpu.load(sums_smem.at[i], layout=layout, optimized=False))
-                    for i in range(warpgroups)
-                ]
-            )
-            out[b, row, part] = (values / weight).astype(out.dtype)
+            parts = [plgpu.load(sums_smem.at[i], layout=layout, optimized=False) for i in range(warpgroups)]
+            out[b, row, part] = summed(parts).astype(out.dtype)
 
     return plgpu.kernel(
         attention_merge,
@@ -574,23 +582,10 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
+            plgpu.SMEM((warpgroups, most), jnp.float32),
             plgpu.SMEM((warpgroups, columns), jnp.float32),
-            plgpu.SMEM((warpgroups, 2), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
         compiler_params=COMPILER_PARAMS,
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
     )(sums, stats, bounds)
-
-
-Partial = tuple[jax.Array, jax.Array, jax.Array]
-"""Of some keys: their highest score, the sum of their weights `2^(score - highest)`, and of their values by these."""
-
-
-def added(parts: list[Partial]) -> Partial:
-    """Some keys' partial sums as one. A part whose highest score is `LOWEST` counts for nothing beside another."""
-    highest = functools.reduce(jnp.maximum, [maximum for maximum, _, _ in parts])
-    scales = [jnp.exp2(maximum - highest) for maximum, _, _ in parts]
-    weight = summed([scale * weight for scale, (_, weight, _) in zip(scales, parts)])
-    values = summed([values * scale for scale, (_, _, values) in zip(scales, parts)])
-    return highest, weight, values

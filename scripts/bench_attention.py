@@ -12,6 +12,7 @@ import argparse
 import functools
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from jdspark import ops
 from jdspark.bench.clock import Deadline, compile_all, describe, or_raise
 from jdspark.bench.floors import copy_bandwidth
-from jdspark.bench.profile import profile_calls
+from jdspark.bench.profile import Segment, profile_calls
 from torch_bridge import to_torch
 
 HEADS, BLOCK, WIDTH, RANK, PAGE, LAYERS, LAYER, SCALE = 8, 7, 576, 512, 32, 2, 1, 0.07
@@ -62,18 +63,20 @@ def wait(result: Any) -> None:
     torch.cuda.synchronize()
 
 
-def kernel_times(calls: Sequence[Callable[[int], Any]], repeat: int) -> list[dict[str, float]]:
-    """Microseconds of each kernel of a call by its name, launch gaps not counted, from one trace of all the calls.
-
-    A call is given how often it has been made before.
-    """
+def profiled(calls: Sequence[Callable[[int], Any]], repeat: int) -> list[Segment]:
+    """The kernels of each call, made `repeat` times, in one trace; a call is given how often it has been made before."""
     runs = []
     for call in calls:
         for i in range(3):
             wait(call(i))
         count = itertools.count(3)
         runs.append(lambda call=call, count=count: call(next(count)))
-    return [segment.kernels_us(repeat) for segment in profile_calls(runs, repeat, wait)]
+    return profile_calls(runs, repeat, wait)
+
+
+def kernel_us(segment: Segment, name: str) -> float:
+    """Median microseconds of the kernel that has this in its name."""
+    return statistics.median(event.duration_ns for event in segment.events if name in event.name) / 1e3
 
 
 class Case:
@@ -144,6 +147,10 @@ def time_torch(case: Case, wanted: torch.Tensor, repeat: int, deadline: Deadline
     keys = [gather(pool, table, block_latents, tokens) for table in tables[:GATHERED]]
     calls: dict[str, Callable[[int], Any]] = {"gather": lambda i: gather(pool, tables[i % len(tables)], block_latents, tokens)}
     refused = {}
+
+    def turn(attention: Callable[..., torch.Tensor], i: int) -> torch.Tensor:
+        return attention(rows, keys[i % len(keys)])
+
     for name, attention in torch_attentions().items():
         try:
             if not deadline.left():
@@ -151,20 +158,21 @@ def time_torch(case: Case, wanted: torch.Tensor, repeat: int, deadline: Deadline
             difference = (attention(rows, keys[0]).float() - wanted).abs().max() / wanted.abs().max()
             if not difference <= 2.0**-6:
                 raise ValueError(f"its output differs by {float(difference):.3g} of the largest value")
-            calls[name] = lambda i, attention=attention: attention(rows, keys[i % len(keys)])
+            calls[name] = functools.partial(turn, attention)
         except Exception as error:  # a peer that cannot run these shapes is no reason to stop
             refused[name] = describe(error)
-    times = dict(zip(calls, (sum(kernels.values()) for kernels in kernel_times(list(calls.values()), repeat))))
+    times = {name: found.kernel_us(repeat) for name, found in zip(calls, profiled(list(calls.values()), repeat), strict=True)}
     return {"gather": times.pop("gather"), "attention": times, "not run": refused}
 
 
 def bench(case: Case, compiled: Any, repeat: int, bandwidth: float, deadline: Deadline | None) -> dict[str, Any]:
-    """One row: microseconds of each kernel, the bandwidth, and what torch needs where all contexts have one length."""
-    (kernels,) = kernel_times([lambda i: compiled(*case.operands(i))], repeat)
-    split = sum(time for kernel, time in kernels.items() if "attention_split" in kernel)
-    total = sum(kernels.values())
-    moved = sum(case.lengths) * WIDTH * 2 / total
-    row: dict[str, Any] = {"split us": split, "merge us": total - split, "TB/s": moved / 1e6, "of copy": moved / bandwidth}
+    """One row: microseconds of both kernels, the bandwidth, and what torch needs where all contexts have one length."""
+    (segment,) = profiled([lambda i: compiled(*case.operands(i))], repeat)
+    if segment.launches(repeat) != 2:
+        raise RuntimeError(f"a call has {segment.launches(repeat)} kernels and copies, expected the split and the merge alone")
+    split, merge = (kernel_us(segment, name) for name in ("attention_split", "attention_merge"))
+    moved = sum(case.lengths) * WIDTH * 2 / (split + merge)
+    row: dict[str, Any] = {"split us": split, "merge us": merge, "TB/s": moved / 1e6, "of copy": moved / bandwidth}
     if deadline and len(set(case.lengths)) == 1:
         wanted = to_torch(compiled(*case.operands(0))).flatten(1, 2).float()
         row["torch"] = time_torch(case, wanted, repeat, deadline)

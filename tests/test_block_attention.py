@@ -156,22 +156,26 @@ def test_interpreted_kernels_against_fp64(case):
 @pytest.mark.parametrize(("B", "pieces"), [(1, 36), (1, 150), (3, 20)])
 def test_the_merge_takes_more_pieces_than_at_once(B, pieces):
     """Maxima that rise and fall over several warpgroups and rounds; what no program wrote is NaN."""
-    rank, rows = 128, 3
+    rank, rows, programs = 128, 3, (pieces - 1) * B + 2
     rng = np.random.default_rng(pieces)
-    bounds = np.stack([np.arange(B), np.arange(1, B + 1)], axis=1) * (pieces - 2)
-    sums = rng.standard_normal((1, (pieces - 2) * B + 1 + B, 8, rank))
-    maxima, weights = 4 * rng.standard_normal((2, *sums.shape[1:3]))
-    stats = np.pad(np.stack([maxima, np.abs(weights) + 0.5], axis=1), ((0, 0), (0, 0), (0, 56)))[None]
-    sums[0, -1], stats[0, -1] = np.nan, np.nan
+    bounds = np.stack([np.arange(B), np.arange(1, B + 1)], axis=1) * (pieces - 1)
+    written = programs - 1 + B - 1
+    sums = np.full((1, programs + B - 1, 8, rank), np.nan)
+    stats = np.full((1, 2, 64, programs + B - 1 + kernels.turns(B, programs)[2]), np.nan)
+    sums[0, :written] = rng.standard_normal((written, 8, rank))
+    stats[0, 0, :8, :written], stats[0, 1, :8, :written] = (
+        4 * rng.standard_normal((8, written)),
+        rng.uniform(0.5, 3, (8, written)),
+    )
     merged = kernels.merge(
         jnp.asarray(sums, jnp.float32), jnp.asarray(stats, jnp.float32), jnp.asarray(bounds[None], jnp.int32),
-        num_rows=rows, dtype=jnp.float32,
+        num_rows=rows, programs=programs, dtype=jnp.float32,
     )  # fmt: skip
     for b, (first, last) in enumerate(bounds):
         mine = slice(first + b, last + b + 1)
-        scale = 2.0 ** (maxima[mine, :rows] - maxima[mine, :rows].max(axis=0))
-        expected = np.einsum("pr,prk->rk", scale, sums[0, mine, :rows])
-        expected /= np.einsum("pr,pr->r", scale, stats[0, mine, 1, :rows])[:, None]
+        maxima, weights = stats[0, :, :rows, mine]
+        scale = 2.0 ** (maxima - maxima.max(axis=1, keepdims=True))
+        expected = np.einsum("rp,prk->rk", scale, sums[0, mine, :rows]) / (scale * weights).sum(axis=1)[:, None]
         np.testing.assert_allclose(merged[b], expected, rtol=2e-5, atol=2e-5)  # fp32
 
 

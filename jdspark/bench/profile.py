@@ -51,13 +51,6 @@ class Segment:
         """Microseconds of kernels and copies per call, the gaps between them not counted."""
         return sum(event.duration_ns for event in self.events) / calls / 1e3
 
-    def kernels_us(self, calls: int) -> dict[str, float]:
-        """Microseconds per call of each kernel by its name: the median of its launches, times how many a call has."""
-        durations: dict[str, list[float]] = {}
-        for event in self.events:
-            durations.setdefault(event.name, []).append(event.duration_ns / 1e3)
-        return {name: statistics.median(found) * len(found) / calls for name, found in durations.items()}
-
     def launches(self, calls: int) -> float:
         """Kernels and copies per call."""
         return len(self.events) / calls
