@@ -172,8 +172,8 @@ def test_the_merge_takes_more_pieces_than_at_once(pieces):
         jnp.asarray(sums, jnp.float32), jnp.asarray(stats, jnp.float32), jnp.asarray(bounds[None], jnp.int32),
         num_rows=rows, programs=programs, dtype=jnp.float32,
     )  # fmt: skip
-    for b, (first, last) in enumerate(bounds):
-        mine = slice(first + b, last + b + 1)
+    for b, (begin, end) in enumerate(bounds):
+        mine = slice(begin + b, end + b + 1)
         maxima, weights = stats[0, :, :rows, mine]
         scale = 2.0 ** (maxima - maxima.max(axis=1, keepdims=True))
         expected = np.einsum("rp,prk->rk", scale, sums[0, mine, :rows]) / (scale * weights).sum(axis=1)[:, None]
