@@ -3,11 +3,13 @@
 The split is a persistent grid. The tiles of 64 keys of all requests form one line, and every program takes an equal run of
 it, however different the lengths are: one or more *pieces*, each inside one request. A program is four warpgroups: one copies
 pages into shared memory, one computes scores and softmax, and two hold half of the output columns each and multiply weights
-and values. A key's latent is its value as well, so that a tile is copied once. The merge adds up each request's pieces.
+and values. A key's latent is its value as well, so that a tile is copied once. How far the sums so far shrink is known ahead
+of the weights, and applied by then. The merge adds up each request's pieces.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -24,7 +26,7 @@ from jdspark.ops.backends import BackendUnavailable
 from jdspark.ops.block_attention import AttentionShape
 from jdspark.ops.checks import Layout, pool_dims
 
-from .launch import WARPGROUP, Ref, ceil_div, struct
+from .launch import WARP, WARPGROUP, WARPS, Ref, ceil_div, struct
 
 ROWS, KEYS = 64, 64
 """Query rows of a program, and keys of a tile."""
@@ -48,14 +50,34 @@ PRODUCT_COLUMNS = 128
 LOWEST = -1e30
 """The running maximum before the first key: finite, so that the difference of two is a number."""
 
-MERGED_AT_ONCE = 4
-"""Pieces that a warpgroup of the merge loads together."""
+MERGED_AT_ONCE, MERGERS = 9, 8
+"""Pieces that a warpgroup of the merge loads together, unless the most warpgroups that a program has there are too few."""
 
 COPIER, SCORER, VALUES = 0, 1, (2, 3)
 """Warpgroups of a split program."""
 
 REGISTERS = {COPIER: 40, SCORER: 136, VALUES[0]: 168, VALUES[1]: 168}
 """Registers per thread: 512 threads share 65,536, and half of a 64 x 512 accumulator takes 128 of each."""
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    reduction_scratch_bytes=512,
+    # all that threads of one warpgroup hand each other goes through `commit_smem` or a barrier at which each of them arrives
+    unsafe_no_auto_barriers=True,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tiles `low..high-1` of the `count` tiles of request b; `step` is how many tiles the program has taken before."""
+
+    b: jax.Array
+    tokens: jax.Array
+    """Context of the request."""
+    count: jax.Array
+    low: jax.Array
+    high: jax.Array
+    step: jax.Array
 
 
 def unsupported(shape: AttentionShape) -> str | None:
@@ -132,17 +154,17 @@ def attend(
         pool.reshape(-1, width),
         page_tables,
         advertised,
+        # an operand, so that all layers of a step share one compiled kernel
+        jnp.full(1, layer * layer_stride * page_size, jnp.int32),
         block_size=block_size,
         page_size=page_size,
         num_pages=num_pages,
-        first_row=layer * layer_stride * page_size,
         page_rows=page_stride * page_size,
         scale=scale,
         kv_lora_rank=kv_lora_rank,
         programs=programs,
     )
-    limit = page_tables.shape[1] * page_size
-    merged = merge(*pieces, advertised, num_rows=block_size * heads, limit=limit, dtype=query.dtype, programs=programs)
+    merged = merge(*pieces, num_rows=block_size * heads, programs=programs, dtype=query.dtype)
     return merged.reshape(*query.shape[:3], kv_lora_rank)
 
 
@@ -160,21 +182,10 @@ def num_tiles(advertised: Any, limit: int) -> Any:
     return lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
 
 
-def shares(tiles: Any, programs: int) -> tuple[Any, Any]:
-    """How `tiles` tiles are divided: the tiles of a program, and how many programs, the first ones, take one more."""
-    return lax.div(tiles, jnp.int32(programs)), lax.rem(tiles, jnp.int32(programs))
-
-
-def tiles_of(program: Any, share: Any, longer: Any) -> tuple[Any, Any]:
-    """The tiles that a program takes: the first, and the one behind the last."""
-    begin = program * share + jnp.minimum(program, longer)
-    return begin, begin + share + jnp.where(program < longer, jnp.int32(1), jnp.int32(0))
-
-
-def program_of(tile: Any, share: Any, longer: Any) -> Any:
-    """The program that takes a tile: the inverse of `tiles_of`."""
-    in_longer = longer * (share + 1)
-    return jnp.where(tile < in_longer, lax.div(tile, share + 1), longer + lax.div(tile - in_longer, jnp.maximum(share, 1)))
+def first_tile(program: Any, tiles: Any, programs: int) -> Any:
+    """The first of `tiles` tiles that a program takes; the programs' shares differ by one tile at most."""
+    share, longer = lax.div(tiles, jnp.int32(programs)), lax.rem(tiles, jnp.int32(programs))
+    return program * share + jnp.minimum(program, longer)
 
 
 def summed(values: list[Any]) -> Any:
@@ -191,14 +202,14 @@ def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, An
         the first tile of the run and the one behind its last, the first request with a tile in it and the one behind the
         last, and the first request's first tile.
     """
-    begin, end = tiles_of(program, *shares(summed(counts), programs))
+    tiles = summed(counts)
+    begin, end = first_tile(program, tiles, programs), first_tile(program + 1, tiles, programs)
     one, zero = jnp.int32(1), jnp.int32(0)
     start = first = behind = first_start = zero
     for count in counts:
         stop = start + count
-        before = stop <= begin
-        first = first + jnp.where(before, one, zero)
-        first_start = jnp.where(before, stop, first_start)
+        first = first + jnp.where(stop <= begin, one, zero)
+        first_start = jnp.where(stop <= begin, stop, first_start)
         behind = behind + jnp.where(start < end, one, zero)
         start = stop
     return begin, end, first, behind, first_start
@@ -210,109 +221,113 @@ def split(
     rows: jax.Array,
     page_tables: jax.Array,
     advertised: jax.Array,
+    layer_row: jax.Array,
     *,
     block_size: int,
     page_size: int,
     num_pages: int,
-    first_row: int,
     page_rows: int,
     scale: float,
     kv_lora_rank: int,
     programs: int,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of every request's pieces.
 
     Args:
         query: `[B, rows, D]`, see `padded_rows`; block_latents: `[B, block, D]` likewise.
-        rows: the pool as `[L*pages*P, D]`; token o of page p is row `first_row + p*page_rows + o`.
+        rows: the pool as `[L*pages*P, D]`; token o of page p is row `layer_row[0] + p*page_rows + o`.
 
     Returns:
-        `[row_blocks, programs + B - 1, 64, kv_lora_rank]`, sums of values by weights `2^(score - maximum)`, and
-        `[row_blocks, programs + B - 1, 2, 64]`, maxima and sums of these weights, scores in units of log 2. A program's
-        piece of request b is at index `program + b`: where the run of programs meets the run of requests, one of the two
-        always moves on. Entries without a piece are not written.
+        `[row_blocks, programs + B - 1, rows, kv_lora_rank]` with up to 64 rows, sums of values by weights
+        `2^(score - maximum)`, and `[row_blocks, 2, 64, programs + B - 1 or more]`, maxima and sums of these weights, scores in
+        units of log 2. A program's piece of request b is at index `program + b`: where the run of programs meets the run of
+        requests, one of the two always moves on. Entries without a piece are not written. Then `[row_blocks, B, 2]` int32,
+        the first and the last program with a piece of a request.
     """
     B, num_rows, width = query.shape
     max_blocks = page_tables.shape[1]
     limit = max_blocks * page_size
     row_blocks = ceil_div(num_rows, ROWS)
     copies, copied = max(KEYS // page_size, 1), min(KEYS, page_size)
-    block_rows = ceil_div(block_latents.shape[1], CORE) * CORE
+    sum_rows = min(ceil_div(num_rows, CORE) * CORE, ROWS)
     half = kv_lora_rank // len(VALUES)
     product_columns = math.gcd(half, PRODUCT_COLUMNS)
 
     def attention_split(
-        query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, sums: Ref, stats: Ref,
-        q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
-        q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, weights_full: Ref, weights_free: Ref,
+        query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, layer_row: Ref, sums: Ref, stats: Ref,
+        bounds: Ref, q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
+        q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, decay_full: Ref, weights_full: Ref, weights_free: Ref,
     ) -> None:  # fmt: skip
         program, row_block, warpgroup = (lax.axis_index(axis) for axis in ("program", "row_block", "warpgroup"))
+        first_row = layer_row[0]
         counts = [num_tiles(advertised[b], limit) for b in range(B)]
         begin, end, first, behind, first_start = requests_of(counts, program, programs)
 
-        def context(b: jax.Array) -> jax.Array:
-            return jnp.clip(advertised[b], 0, limit)
-
-        def walk(piece: Callable[..., None]) -> None:
-            """Call `piece(b, count, low, high, step)` for tiles `low..high-1` of the `count` tiles of request b."""
-
+        def walk(work: Callable[[Piece], None]) -> None:
             def visit(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 start, step = carry
-                count = num_tiles(advertised[b], limit)
+                tokens = jnp.clip(advertised[b], 0, limit)
+                count = num_tiles(tokens, limit)
                 low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
-                piece(b, count, low, high, step)
-                return start + count, step + (high - low)
+                work(Piece(b, tokens, count, low, high, step))
+                return start + count, step + high - low
 
             lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
 
-        def page(b: jax.Array, t: jax.Array, i: int) -> tuple[jax.Array, jax.Array]:
-            """Page of the i-th part of context tile t, and whether it is one that the request can read."""
-            column = lax.div(t * KEYS, jnp.int32(page_size)) + i
-            number = tables[b, jnp.minimum(column, max_blocks - 1)]
-            return number, (number >= 0) & (number < num_pages) & (column * page_size < context(b))
+        def pages(piece: Piece, t: jax.Array) -> list[jax.Array]:
+            """Pages of context tile t."""
+            column = lax.div(t * KEYS, jnp.int32(page_size))
+            return [tables[piece.b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
 
-        def num_keys(b: jax.Array, count: jax.Array, t: jax.Array) -> jax.Array:
+        def readable(piece: Piece, t: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
+            """Whether these pages of context tile t are some that the request can read."""
+            start = lax.div(t * KEYS, jnp.int32(page_size)) * page_size
+            return [(p >= 0) & (p < num_pages) & (start + i * page_size < piece.tokens) for i, p in enumerate(pages)]
+
+        def num_keys(piece: Piece, t: jax.Array) -> jax.Array:
             """Keys of tile t: the block's in the last one."""
-            return jnp.where(t == count - 1, jnp.int32(block_size), jnp.minimum(context(b) - t * KEYS, KEYS))
+            return jnp.where(t == piece.count - 1, jnp.int32(block_size), jnp.minimum(piece.tokens - t * KEYS, KEYS))
 
-        def stage(step: jax.Array) -> jax.Array:
-            return lax.rem(step, jnp.int32(STAGES))
+        def stage(piece: Piece, t: jax.Array) -> jax.Array:
+            return lax.rem(piece.step + t - piece.low, jnp.int32(STAGES))
 
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
             plgpu.set_max_registers(REGISTERS[COPIER], action="decrease")
 
-            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+            def work(piece: Piece) -> None:
+                b, last = piece.b, piece.count - 1
+                found = pages(piece, piece.low)
                 plgpu.barrier_wait(q_free)
-                plgpu.copy_gmem_to_smem(query.at[b, pl.ds(row_block * ROWS, ROWS)], q_smem, q_full)
+                for i in range(width // 64):
+                    part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
+                    plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
 
-                def tile(t: jax.Array, _: None) -> None:
-                    slot = stage(step + (t - low))
-                    pages = [page(b, t, i) for i in range(copies)]
+                def tile(t: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+                    slot = stage(piece, t)
+                    following = pages(piece, t + 1)  # on their way while this tile waits for its place
                     plgpu.barrier_wait(kv_free.at[slot])
 
-                    # the copy engine fills what lies behind the pool with zeros
-                    @pl.when(t < count - 1)
+                    # the copy engine fills what lies behind the pool, or behind the block, with zeros
+                    @pl.when(t < last)
                     def _context() -> None:
-                        for i, (number, readable) in enumerate(pages):
-                            row = number * page_rows + first_row
-                            if page_size > KEYS:
-                                row = row + lax.rem(t, jnp.int32(page_size // KEYS)) * KEYS
-                            row = pl.multiple_of(jnp.where(readable, row, rows.shape[0]), CORE)
+                        offset = first_row + lax.rem(t * KEYS, jnp.int32(page_size))
+                        for i, (number, there) in enumerate(zip(found, readable(piece, t, found))):
+                            row = pl.multiple_of(jnp.where(there, offset + number * page_rows, rows.shape[0]), CORE)
                             keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
                             plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, copied)], keys, kv_full.at[slot])
 
-                    @pl.when(t == count - 1)
+                    @pl.when(t == last)
                     def _block() -> None:
-                        start = lax.rem(t, jnp.int32(1))  # zero, but not at trace time: there a copy must end inside the block
-                        keys = kv_smem.at[slot, pl.ds(0, block_rows)]
-                        plgpu.copy_gmem_to_smem(block.at[b, pl.ds(start, block_rows)], keys, kv_full.at[slot])
-                        for _ in range(copies - 1):
-                            plgpu.barrier_arrive(kv_full.at[slot])
+                        for i in range(copies):
+                            keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
+                            plgpu.copy_gmem_to_smem(block.at[b, pl.ds(zero(t) + i * copied, copied)], keys, kv_full.at[slot])
 
-                lax.fori_loop(low, high, tile, None)
+                    return following
 
-            walk(piece)
+                lax.fori_loop(piece.low, piece.high, tile, found)
+
+            walk(work)
             plgpu.barrier_wait(q_free)
             for slot in range(STAGES):
                 plgpu.barrier_wait(kv_free.at[slot])
@@ -322,119 +337,146 @@ def split(
             plgpu.set_max_registers(REGISTERS[SCORER], action="increase")
             plgpu.barrier_arrive(q_free)
 
-            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+            def work(piece: Piece) -> None:
+                b, last = piece.b, piece.count - 1
                 plgpu.barrier_wait(q_full)
 
                 def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     maximum, total = carry
-                    slot = stage(step + (t - low))
-                    keys = num_keys(b, count, t)
-                    readable = [page(b, t, i)[1] | (t == count - 1) for i in range(copies)]
-                    # the readable keys of one page, or of two, are a range
-                    if copies == 1:
-                        from_key, to_key = jnp.int32(0), jnp.where(readable[0], keys, jnp.int32(0))
-                    else:
-                        from_key = jnp.where(readable[0], jnp.int32(0), jnp.int32(copied))
-                        to_key = jnp.where(readable[1], keys, jnp.minimum(keys, copied))
+                    slot = stage(piece, t)
+                    there = [found | (t == last) for found in readable(piece, t, pages(piece, t))]
+                    keys = num_keys(piece, t)
+                    # the readable keys are a range: of one page, or of two
+                    from_key = jnp.where(there[0], 0, jnp.int32(copied))
+                    to_key = jnp.where(there[-1], keys, jnp.minimum(keys, KEYS - copied))
                     plgpu.barrier_wait(kv_full.at[slot])
                     scores = score_product(q_smem, kv_smem.at[slot]) * jnp.float32(scale * math.log2(math.e))
                     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
                     scores = jnp.where((key >= from_key) & (key < to_key), scores, -jnp.inf)
                     risen = jnp.maximum(maximum, scores.max(axis=1))
                     decay = jnp.exp2(maximum - risen)
+                    decay_smem[slot] = decay
+                    plgpu.barrier_arrive(decay_full.at[slot])
                     weights = jnp.exp2(scores - lax.broadcast_in_dim(risen, scores.shape, [0]))
-                    total = total * decay + weights.sum(axis=1)
                     plgpu.barrier_wait(weights_free)
                     weights_smem[...] = weights.astype(weights_smem.dtype)
-                    decay_smem[...] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weights_full)
-                    return risen, total
+                    return risen, total * decay + weights.sum(axis=1)
 
                 layout = plgpu.Layout.WGMMA.reduce(1)
                 start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
-                maximum, total = lax.fori_loop(low, high, tile, start)
+                maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
                 plgpu.barrier_arrive(q_free)
-                stats[row_block, program + b, 0] = maximum
-                stats[row_block, program + b, 1] = total
+                stats[row_block, 0, :, program + b] = maximum
+                stats[row_block, 1, :, program + b] = total
 
-            walk(piece)
+                @pl.when(piece.low == 0)
+                def _first() -> None:
+                    bounds[row_block, b, 0] = program
+
+                @pl.when(piece.high == piece.count)
+                def _last() -> None:
+                    bounds[row_block, b, 1] = program
+
+            walk(work)
             plgpu.barrier_wait(weights_free)
 
-        def sum_values(first_column: int) -> None:
+        @pl.when(warpgroup >= VALUES[0])
+        def _sum_values() -> None:
             plgpu.set_max_registers(REGISTERS[VALUES[0]], action="increase")
-            columns = [pl.ds(start, product_columns) for start in range(first_column, first_column + half, product_columns)]
+            first_column = (warpgroup - VALUES[0]) * half
+            plgpu.barrier_arrive(q_free)
             plgpu.barrier_arrive(weights_free)
             for slot in range(STAGES):
                 plgpu.barrier_arrive(kv_free.at[slot])
 
-            def piece(b: jax.Array, count: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array) -> None:
+            def columns(start: Any, size: int) -> pl.Slice:
+                return pl.ds(pl.multiple_of(first_column + start, 64), size)
+
+            def clear(slot: jax.Array, keys: jax.Array) -> None:
+                """Zero the values behind the last key: their weights are 0, but 0 times a NaN is a NaN."""
+
+                def chunk(i: jax.Array, _: None) -> None:
+                    values = kv_smem.at[slot, :, columns(i * 64, 64)]
+                    key = plgpu.broadcasted_iota(jnp.int32, (KEYS, 64), 0, layout=plgpu.Layout.WGMMA)
+                    found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
+                    values[...] = jnp.where(key < keys, found, jnp.zeros((), found.dtype))
+
+                lax.fori_loop(0, half // 64, chunk, None)
+                plgpu.commit_smem()
+
+            def work(piece: Piece) -> None:
                 def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-                    slot = stage(step + (t - low))
-                    keys = num_keys(b, count, t)
+                    slot = stage(piece, t)
+                    keys = num_keys(piece, t)
                     plgpu.barrier_wait(kv_full.at[slot])
-
-                    @pl.when(keys < KEYS)
-                    def _clear() -> None:
-                        """Zero the values behind the last key: their weights are 0, but 0 times a NaN is a NaN."""
-                        for start in range(first_column, first_column + half, 64):
-                            values = kv_smem.at[slot, :, pl.ds(start, 64)]
-                            found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
-                            key = plgpu.broadcasted_iota(jnp.int32, (KEYS, 64), 0, layout=plgpu.Layout.WGMMA)
-                            values[...] = jnp.where(key < keys, found, jnp.zeros((), found.dtype))
-                        plgpu.commit_smem()
-
-                    plgpu.barrier_wait(weights_full)
-                    decay = plgpu.load(decay_smem, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                    pl.when((t < piece.count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
+                    plgpu.barrier_wait(decay_full.at[slot])
+                    decay = plgpu.load(decay_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
-                    totals = add_products(totals, weights_smem, [kv_smem.at[slot, :, part] for part in columns])
+                    plgpu.barrier_wait(weights_full)
+                    values = [kv_smem.at[slot, :, columns(i * product_columns, product_columns)] for i in range(len(totals))]
+                    totals = add_products(totals, weights_smem, values)
                     plgpu.barrier_arrive(weights_free)
                     plgpu.barrier_arrive(kv_free.at[slot])
                     return totals
 
-                start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA) for _ in columns]
-                for part, total in zip(columns, lax.fori_loop(low, high, tile, start)):
-                    sums[row_block, program + b, :, part] = total.astype(sums.dtype)
+                start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA)] * (half // product_columns)
+                totals = lax.fori_loop(piece.low, piece.high, tile, start)
+                # the queries have done their duty: the sums leave through their place
+                for i in range(half // 64):
+                    total, column = totals[i * 64 // product_columns], i * 64 % product_columns
+                    staged = q_smem.at[(warpgroup - VALUES[0]) * (half // 64) + i]
+                    staged[...] = total[:, column : column + 64].astype(q_smem.dtype)
+                    plgpu.commit_smem()
+                    # rows behind the last are not written
+                    place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(i * 64, 64)]
+                    plgpu.copy_smem_to_gmem(staged, place)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(q_free)
 
-            walk(piece)
-
-        for i, index in enumerate(VALUES):
-            pl.when(warpgroup == index)(functools.partial(sum_values, i * half))
+            walk(work)
+            plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         attention_split,
         out_type=(
-            struct((row_blocks, programs + B - 1, ROWS, kv_lora_rank), query.dtype),
-            struct((row_blocks, programs + B - 1, 2, ROWS), jnp.float32),
+            struct((row_blocks, programs + B - 1, sum_rows, kv_lora_rank), query.dtype),
+            struct((row_blocks, 2, ROWS, programs + B - 1 + turns(B, programs)[2]), jnp.float32),
+            struct((row_blocks, B, 2), jnp.int32),
         ),
         grid=(row_blocks, programs),
         grid_names=("row_block", "program"),
         num_threads=2 + len(VALUES),
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((ROWS, width), query.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((width // 64, ROWS, 64), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, KEYS, width), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((ROWS, KEYS), query.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((ROWS,), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
+            plgpu.SMEM((STAGES, ROWS), jnp.float32),
+            plgpu.Barrier(num_arrivals=width // 64),
+            plgpu.Barrier(num_arrivals=1 + len(VALUES)),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=len(VALUES)),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        compiler_params=COMPILER_PARAMS,
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
-    )(query, block_latents, rows, page_tables, advertised)
+    )(query, block_latents, rows, page_tables, advertised, layer_row)
 
 
 def score_product(queries: Ref, keys: Ref) -> jax.Array:
-    """Queries `[64, D]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
+    """Queries `[D/64, 64, 64]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
+    parts = [(queries.at[i], keys.at[:, pl.ds(i * 64, 64)]) for i in range(queries.shape[0])]
     if jax.default_backend() != "gpu":
-        return jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
+        return summed([jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T) for q, k in parts])
 
     def multiply(accumulator: Ref) -> jax.Array:
-        plgpu.wgmma(accumulator, queries, keys.transpose((1, 0)))
+        for q, k in parts:
+            plgpu.wgmma(accumulator, q, k.transpose((1, 0)))
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
@@ -452,83 +494,85 @@ def add_products(totals: list[jax.Array], a: Ref, bs: list[Ref]) -> list[jax.Arr
     return pl.run_state(multiply)([plgpu.ACC.init(total) for total in totals])
 
 
+def zero(x: jax.Array) -> jax.Array:
+    """0, but not at trace time: there the end of a copy must lie inside what it reads or writes."""
+    return lax.rem(x, jnp.int32(1))
+
+
 def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def merge(
-    sums: jax.Array, stats: jax.Array, advertised: jax.Array, *, num_rows: int, limit: int, dtype: Any, programs: int
-) -> jax.Array:
+def turns(B: int, programs: int) -> tuple[int, int, int]:
+    """How the merge takes a request's pieces: by how many warpgroups, how many of them each at once, and the most in all."""
+    pieces = ceil_div(programs, B) + (B > 1)  # of each request, if they are alike
+    warpgroups = min(pl.next_power_of_2(ceil_div(pieces, MERGED_AT_ONCE)), MERGERS)
+    at_once = ceil_div(pieces, warpgroups)
+    rounds = ceil_div(programs, at_once * warpgroups)
+    return warpgroups, at_once, ceil_div(rounds * at_once * warpgroups, WARP) * WARP
+
+
+def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int, programs: int, dtype: Any) -> jax.Array:
     """The sum of each request's pieces, scaled to their common maximum and divided by the sum of their weights.
 
-    One program per row, or half of it; its warpgroups take the pieces in turns. With few requests each has many pieces and
-    there are few programs, so that more warpgroups share them.
+    One program per row, or half of it; its warpgroups take the pieces in turns, see `turns`. With few requests each has many
+    pieces and there are few programs, so that more warpgroups share them. The pieces' scales are worked out once, in every
+    warp, while the sums are on their way: per number there is only a product to add, for instructions are what the merge is
+    short of.
 
     Args:
-        sums, stats: of `split`; limit: the longest context that the page tables can hold.
+        sums, stats, bounds: of `split`.
 
     Returns:
         `[B, num_rows, kv_lora_rank]`
     """
-    B, rank = advertised.shape[0], sums.shape[-1]
-    warpgroups = 8 if B <= 2 else 4 if B <= 8 else 2
-    columns = rank // 2 if B <= 8 and rank % (2 * WARPGROUP) == 0 else rank
+    B, rank = bounds.shape[1], sums.shape[-1]
+    warpgroups, at_once, most = turns(B, programs)
+    columns = rank // 2 if B <= 4 and rank % (2 * WARPGROUP) == 0 else rank
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=math.gcd(columns // WARPGROUP, 4))
+    # every warp holds all of them, so that their maximum and sum are its own affair
+    stats_layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((WARP,), (1,))), warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1
+    )
 
-    def attention_merge(sums: Ref, stats: Ref, advertised: Ref, out: Ref, sums_smem: Ref, stats_smem: Ref, ready: Ref) -> None:
+    def attention_merge(sums: Ref, stats: Ref, bounds: Ref, out: Ref, scales_smem: Ref, sums_smem: Ref, ready: Ref) -> None:
         b, row, warpgroup = (lax.axis_index(axis) for axis in ("request", "row", "warpgroup"))
         part = pl.ds(lax.axis_index("columns") * columns, columns)
         row_block, block_row = lax.div(row, jnp.int32(ROWS)), lax.rem(row, jnp.int32(ROWS))
-        tiles, start, mine = jnp.int32(0), jnp.int32(0), jnp.int32(0)
-        for i in range(B):
-            count = num_tiles(advertised[i], limit)
-            tiles = tiles + count
-            start = start + jnp.where(i < b, count, 0)
-            mine = mine + jnp.where(b == i, count, 0)
-        share, longer = shares(tiles, programs)
-        first, last = program_of(start, share, longer), program_of(start + mine - 1, share, longer)
+        first, last = bounds[row_block, b, 0], bounds[row_block, b, 1]
 
-        def add(number: jax.Array, carry: Partial) -> Partial:
-            """The next pieces; their loads do not wait for each other."""
-            highest, weight, values = carry
-            pieces = []
-            for i in range(MERGED_AT_ONCE):
-                program = first + warpgroup + (number * MERGED_AT_ONCE + i) * warpgroups
-                there = program <= last
-                # behind the last piece: that one again, with a weight of zero
-                index = jnp.minimum(program, last) + b
-                maximum = jnp.where(there, stats[row_block, index, 0, block_row], jnp.float32(LOWEST))
-                piece_weight = jnp.where(there, stats[row_block, index, 1, block_row], jnp.float32(0))
-                found = plgpu.load(sums.at[row_block, index, block_row, part], layout=layout, optimized=False)
-                pieces.append((there, maximum, piece_weight, found.astype(jnp.float32)))
-            risen = functools.reduce(jnp.maximum, [maximum for _, maximum, _, _ in pieces], highest)
-            decay = jnp.exp2(highest - risen)
-            values, weight = values * decay, weight * decay
-            for there, maximum, piece_weight, piece_values in pieces:
-                scale = jnp.where(there, jnp.exp2(maximum - risen), jnp.float32(0))
-                values, weight = values + piece_values * scale, weight + piece_weight * scale
-            return risen, weight, values
+        def load(number: Any) -> list[jax.Array]:
+            """This warpgroup's next pieces; behind the last that one again, which counts for nothing."""
+            start = first + warpgroup + number * (at_once * warpgroups)
+            indices = [jnp.minimum(start + i * warpgroups, last) + b for i in range(at_once)]
+            return [plgpu.load(sums.at[row_block, i, block_row, part], layout=layout, optimized=False) for i in indices]
 
-        rounds = lax.div(last - first + warpgroups * MERGED_AT_ONCE, jnp.int32(warpgroups * MERGED_AT_ONCE))
-        nothing = (jnp.float32(LOWEST), jnp.float32(0), splat(0, (columns,), layout))
-        highest, weight, values = lax.fori_loop(jnp.int32(0), rounds, add, nothing)
-        sums_smem[warpgroup] = values
-        stats_smem[warpgroup, 0] = highest
-        stats_smem[warpgroup, 1] = weight
+        def scaled(number: Any, values: list[jax.Array]) -> jax.Array:
+            start = warpgroup + number * (at_once * warpgroups)
+            scales = [scales_smem[warpgroup, start + i * warpgroups] for i in range(at_once)]
+            return summed([scale * value.astype(jnp.float32) for scale, value in zip(scales, values)])
+
+        values = load(0)
+        maxima, weights = (
+            plgpu.load(stats.at[row_block, i, block_row, pl.ds(first + b, most)], layout=stats_layout, optimized=False)
+            for i in range(2)
+        )
+        there = plgpu.broadcasted_iota(jnp.int32, (most,), 0, layout=stats_layout) <= last - first
+        maxima = jnp.where(there, maxima, LOWEST)
+        scales = jnp.exp2(maxima - jnp.max(maxima))
+        total = jnp.sum(jnp.where(there, scales * weights, 0))
+        scales_smem[warpgroup] = scales / total
+        plgpu.commit_smem()
+        rounds = lax.div(last - first, jnp.int32(warpgroups * at_once)) + 1
+        merged = lax.fori_loop(1, rounds, lambda i, merged: merged + scaled(i, load(i)), scaled(0, values))
+        sums_smem[warpgroup] = merged
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
 
         @pl.when(warpgroup == 0)
         def _finish() -> None:
-            parts = [
-                (stats_smem[i, 0], stats_smem[i, 1], plgpu.load(sums_smem.at[i], layout=layout, optimized=False))
-                for i in range(warpgroups)
-            ]
-            highest = functools.reduce(jnp.maximum, [maximum for maximum, _, _ in parts])
-            scales = [jnp.exp2(maximum - highest) for maximum, _, _ in parts]
-            inverse = jnp.float32(1) / summed([scale * weight for scale, (_, weight, _) in zip(scales, parts)])
-            merged = summed([values * (scale * inverse) for scale, (_, _, values) in zip(scales, parts)])
-            out[b, row, part] = merged.astype(out.dtype)
+            parts = [plgpu.load(sums_smem.at[i], layout=layout, optimized=False) for i in range(warpgroups)]
+            out[b, row, part] = summed(parts).astype(out.dtype)
 
     return plgpu.kernel(
         attention_merge,
@@ -538,14 +582,10 @@ def merge(
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
+            plgpu.SMEM((warpgroups, most), jnp.float32),
             plgpu.SMEM((warpgroups, columns), jnp.float32),
-            plgpu.SMEM((warpgroups, 2), jnp.float32),
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER_PARAMS,
         interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
-    )(sums, stats, advertised)
-
-
-Partial = tuple[jax.Array, jax.Array, jax.Array]
-"""Of some keys: the highest score, the sum of the weights `2^(score - highest)`, and that of the values by their weights."""
+    )(sums, stats, bounds)
