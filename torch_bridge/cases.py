@@ -348,19 +348,22 @@ def accept_strict(rng: np.random.Generator, batch: Batch) -> Drawn:
 
 def prepare_step(rng: np.random.Generator, batch: Batch) -> Drawn:
     shape = batch.shape
+    drafter, of_noise = noise_block(rng, batch)
+    drafter.pop("bonus")
     return {
         "encoded_offsets": batch.encoded_offsets,
         "accepted_tokens": batch.accepted_tokens,
         "num_accepted": batch.num_accepted,
         "ctx_len": batch.ctx_len,
         "slots": batch.slots,
+        **(drafter if rng.random() < 0.8 else {}),
     }, {
         "pool_idx": 1,
         "divisor": shape.divisor,
         "page_size": shape.page_size,
         "block_size": shape.block_size,
         "max_ctx": batch.max_ctx,
-        "mask_token_id": 3,
+        "mask_token_id": of_noise["mask_token_id"],
         "num_contexts": shape.num_contexts,
         "advance": bool(rng.random() < 0.7),
     }

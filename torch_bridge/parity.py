@@ -90,7 +90,9 @@ def run_jax(case: Case, backend: str) -> tuple[Any, ...]:
 
 
 def flat(result: Any) -> tuple[Any, ...]:
-    """The arrays of an op's result, named tuples inside named tuples included."""
+    """The arrays of an op's result, named tuples inside named tuples included, without what is None."""
+    if result is None:
+        return ()
     return tuple(part for item in result for part in flat(item)) if isinstance(result, tuple) else (result,)
 
 
