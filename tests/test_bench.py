@@ -184,13 +184,12 @@ def test_bytes_of_the_parts_by_hand():
     )  # fmt: skip
     of = part_bytes(config, B=2, K=3, context=100, columns=9, vocab=13, itemsize=2)
     assert of["accept"] == Bytes(operands=2 * 4 * 13 * 4)
-    assert of["prepare"] == Bytes(operands=2 * 9 * (4 + 4))
+    assert of["prepare"] == Bytes(operands=2 * 9 * (4 + 4) + 2 * 10 * (2 + 1 + 6))
     assert of["context projection"] == Bytes(weights=2 * (10 * 22 + 10), operands=2 * 8 * 22)
     kv_a = 6 * 10 + 4  # the product's rows of latent, and the norm
     assert of["context latents"] == Bytes(weights=2 * kv_a)
     assert of["block latents"] == Bytes(again=2 * kv_a)
     assert of["store"] == Bytes(operands=2 * (8 * 6 * 2))
-    assert of["noise block"] == Bytes(operands=2 * 10 * (2 + 1 + 6))
     assert of["query"] == Bytes(weights=2 * (10 + 3 * 10 + 3 + 2 * 7 * 3 + 2 * 5 * 4))
     assert of["attention"] == Bytes(latents=2 * 2 * 100 * 6)
     assert of["attention output"] == Bytes(weights=2 * (2 * 6 * 4 + 10 * 12))

@@ -83,8 +83,8 @@ def test_an_older_gpu_is_named(monkeypatch):
 
 def test_a_mask_row_of_another_dtype_stays_plain():
     options = StepOptions(backend="pallas", fused_prologue=True)
-    same = choose_path("noise_block", options, B=1, embedding_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.bfloat16))
-    other = choose_path("noise_block", options, B=1, embedding_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.float32))
+    same = choose_path("prepare_step", options, B=1, embedding_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.bfloat16))
+    other = choose_path("prepare_step", options, B=1, embedding_dtype=jnp.bfloat16, mask_row_dtype=jnp.dtype(jnp.float32))
     assert same == Path("pallas")
     assert other == Path("xla", "not pallas: the trained mask row is float32, the embedding bfloat16")
 

@@ -432,6 +432,15 @@ def norm_rope(rng: np.random.Generator, batch: Batch) -> Drawn:
     return {"latents": latents, **{name: operands[name] for name in ("positions", "kv_a_norm", "cos", "sin")}}, static
 
 
+def norm_rope_store(rng: np.random.Generator, batch: Batch) -> Drawn:
+    """Latents without the special values that `norm_rope` and `store_prepared` get by themselves."""
+    floats, of_floats = norm_rope(rng, batch)
+    stored, of_store = store_prepared(rng, batch)
+    operands = {"pool": stored.pop("pool"), "latents": floats.pop("latents")}
+    stored.pop("latents")
+    return operands | floats | stored, of_floats | of_store | {"return_latents": bool(rng.random() < 0.5)}
+
+
 def integers_or_normal(rng: np.random.Generator, dtype: Any, exact: bool) -> Callable[..., np.ndarray]:
     """Small integers, whose products and sums are exact, or standard normal values. No zeros: -1 * 0 is -0.0 until it is added
     to something."""
@@ -547,6 +556,7 @@ PRODUCT_OPS = ("markov_chain", "linear", "head_product")
 
 BOUNDED_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
     "norm_rope": norm_rope,
+    "norm_rope_store": norm_rope_store,
     "context_latents": context_latents,
     "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=False),
     "linear": lambda rng, batch: linear(rng, batch, exact=False),

@@ -37,7 +37,12 @@ def context_latents(
         TypeError, ValueError: wrong dtype or shape.
     """
     contracts.context_latents(projected, positions, kv_a_proj, kv_a_norm, cos, sin)
+    latents = stacked_latents(projected, kv_a_proj, backend=FloatBackends.of(backend).linear)
+    return norm_rope(latents, positions, kv_a_norm, cos, sin, eps=eps, backend=backend)
+
+
+def stacked_latents(projected: jax.Array, kv_a_proj: jax.Array, *, backend: str = "xla") -> jax.Array:
+    """The product alone, before norm and rope: `[N, H]`, `[L, D, H]` -> `[N, L, D]`."""
     num_layers, width, hidden = kv_a_proj.shape
     stacked = kv_a_proj.reshape(num_layers * width, hidden)
-    latents = linear(projected, stacked, backend=FloatBackends.of(backend).linear).reshape(-1, num_layers, width)
-    return norm_rope(latents, positions, kv_a_norm, cos, sin, eps=eps, backend=backend)
+    return linear(projected, stacked, backend=backend).reshape(-1, num_layers, width)
