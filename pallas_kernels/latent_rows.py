@@ -38,7 +38,7 @@ class PoolShape:
         num_layers, num_pages = (first, second) if layout == "layer_major" else (second, first)
         return cls(num_layers, num_pages, page_size, width, layout)
 
-    def row(self, pool: Ref, layer: int, page: jax.Array, offset: jax.Array) -> Ref:
+    def row(self, pool: Ref, layer: int | jax.Array, page: jax.Array, offset: jax.Array) -> Ref:
         """The ref of one latent."""
         return pool.at[layer, page, offset] if self.layout == "layer_major" else pool.at[page, layer, offset]
 

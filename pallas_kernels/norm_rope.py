@@ -39,13 +39,13 @@ def norm_rope(
         i, layer = lax.axis_index("token"), lax.axis_index("layer")
         row, weight, target = latents.at[i, layer], weights.at[layer], out.at[i, layer]
         position = jnp.clip(positions[i], 0, table_length - 1)
-        cos_sin = [table.at[position] for table in rotary]
+        cos_sin = (rotary[0].at[position], rotary[1].at[position]) if rotary else None
         if in_pairs:
             for part in norm_rope_pairs(row, weight, cos_sin, rank, eps, z):
                 part.store(target, part.values)
         else:
             norm_scalars(row, weight, target, rank, eps, z)
-            if cos_sin:
+            if cos_sin is not None:
                 rope_scalars(row, *cos_sin, target, rank, z)
 
     return launch(
@@ -100,9 +100,10 @@ class Part(NamedTuple):
     """A constant or scalar as a vector like the values."""
 
 
-def norm_rope_pairs(row: Ref, weight: Ref, cos_sin: list[Ref], rank: int, eps: float, z: jax.Array) -> list[Part]:
-    """The latent of a row, both seen as `[D/2, 2]`; without rope `cos_sin` is empty."""
-    return normed_pairs(row, weight, rank, eps, z) + (rotated_pairs(row, *cos_sin, rank, z) if cos_sin else [])
+def norm_rope_pairs(row: Ref, weight: Ref, cos_sin: tuple[Ref, Ref] | None, rank: int, eps: float, z: jax.Array) -> list[Part]:
+    """The latent of a row, both seen as `[D/2, 2]`; without rope `cos_sin` is None."""
+    normed = normed_pairs(row, weight, rank, eps, z)
+    return normed if cos_sin is None else normed + rotated_pairs(row, *cos_sin, rank, z)
 
 
 def normed_pairs(row: Ref, weight: Ref, rank: int, eps: float, z: jax.Array) -> list[Part]:

@@ -52,7 +52,7 @@ def norm_rope_store(
         i = b * width + j
         page, offset = pages[i], offsets[i]
         position = jnp.clip(positions[i], 0, table_length - 1)
-        cos_sin = [table.at[position] for table in tables]
+        cos_sin = (tables[0].at[position], tables[1].at[position]) if tables else None
         parts = norm_rope_pairs(latents.at[i, layer], weights.at[layer], cos_sin, rank, eps, negative_zero[0])
         writes = shape.holds(page, offset) & ~overwritten(i, num_tokens, (pages, page), (offsets, offset))
         accepted = j < jnp.clip(num_accepted[b], 1, width)

@@ -61,6 +61,8 @@ def test_every_row_is_there(tmp_path, capsys):
     written = json.loads(report_file.read_text())
     rows = {(row["part"], row["name"]): row for row in written["rows"]}
     jax_names, torch_names = set(bookkeeping.BACKENDS), set(torch_bench.BOOKKEEPING)
+    assert len(rows) == len(written["rows"]), "a row that comes again replaces the first look"
+    assert not [row for row in written["rows"] if parts.FIRST_LOOK in row["note"]]
     expected = {(part, name) for part in ("bookkeeping", "bookkeeping and acceptance") for name in jax_names | torch_names}
     expected |= {("step", name) for name in {*whole_step.MAIN, *torch_bench.MAIN_STEPS}}
     expected |= {("part", f"{part}, {backend}") for part in PART_OPS for backend in part_backends(part)}
@@ -78,6 +80,8 @@ def test_every_row_is_there(tmp_path, capsys):
     output = capsys.readouterr().out
     assert output.startswith("CPU figures")
     assert "whole step" in output
+    looks = [line.split(" wall us")[0] for line in output.splitlines() if parts.FIRST_LOOK in line]
+    assert looks == [f"step: B=1 context=48 {name}:" for name in ("torch eager", "jax plain", "jax fused")], "as they come"
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -395,7 +399,8 @@ def test_full_and_quick_scales():
         (B, context) for B in (1, 4, 32) for context in (2048, 32768, 65536, 98304, 131072, 393216)
     }
     assert {cell.context for cell in FULL.step if cell.B == 1} == {2048, 32768, 65536, 98304, 131072, 393216}
-    assert {cell.B for cell in FULL.step} == {1, 4, 32}
+    assert {cell.B for cell in FULL.step} == {1, 4, 16, 32}
+    assert [cell.B for cell in FULL.bookkeeping[:3]] == [1, 4, 32], "a short limit reaches every batch size"
     assert {cell.B for cell in (*QUICK.bookkeeping, *QUICK.step, *QUICK.parts)} == {1}
     for cell in (*FULL.step, *FULL.parts):
         assert FULL.geometry(cell).num_pages * 32 * 5 * 576 < 2**31
@@ -425,6 +430,7 @@ def test_a_part_in_its_own_process(tmp_path, monkeypatch, capsys):
     """Rows come as they are printed; a crash, or no end, becomes a row."""
     row = Row("step", "jax plain", 1, 2048, 66, Figures(device_us=3.5, wall_us=4.0), bytes=10, floor_us=2.0)
     assert row.ratio == 1.75
+    assert report.shown(dataclasses.replace(row, floor_us=0.4))["ratio"] == "-"
     line = command.TAG + json.dumps(row.to_json())
     monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, f"echo 'a warning'\necho '{line}'\nexit 3"))
     first, last = command.in_process(arguments(), "step", 1e9, 5.0)
