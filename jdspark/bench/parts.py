@@ -111,10 +111,12 @@ class Run:
         """For the operands of a cell."""
         return np.random.default_rng([self.seed, *cell])
 
-    def measured(self, part: str, cell: Cell, columns: int, build: Build, left_out: dict[str, str]) -> Iterator[Row]:
-        """Rows of one cell: what is measured, then what is not."""
+    def measured(
+        self, part: str, cell: Cell, columns: int, build: Build, left_out: dict[str, str], *, calls: int
+    ) -> Iterator[Row]:
+        """Rows of one cell: what is measured, with so many calls of each variant back to back, then what is not."""
         scale = self.scale
-        figures = measure(build, rounds=scale.rounds, calls=scale.calls, profiled_calls=scale.profiled_calls)
+        figures = measure(build, rounds=scale.rounds, calls=calls, profiled_calls=scale.profiled_calls)
         for name, of_variant in figures.items():
             yield Row(part, name, *cell, columns, of_variant, at_s=self.deadline.passed())
         yield from unmeasured(part, cell, columns, left_out)
@@ -257,7 +259,10 @@ def bookkeeping_rows(
         for cell in group:
             of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
             build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
-            yield from run.measured(part, cell, columns[cell], build, elsewhere(cell) | left_out)
+            # a call is hundreds of steps
+            yield from run.measured(
+                part, cell, columns[cell], build, elsewhere(cell) | left_out, calls=max(2, run.scale.calls // 4)
+            )
             del build
             forget(side)
 
@@ -278,7 +283,6 @@ def step_rows(run: Run) -> Iterator[Row]:
     params = scale.drafter(run.seed)
     torch_params = None if side is None else side.as_shared(params)
     took: dict[str, float] = {}  # seconds, by variant, at the last cell
-    batches: set[int] = set()
     of_torch: dict[bool, tuple[str, ...]] = {True: (), False: ()}
     if side is not None:
         of_torch = {True: side.MAIN_STEPS, False: tuple(name for name in side.STEPS if name not in side.MAIN_STEPS)}
@@ -295,10 +299,7 @@ def step_rows(run: Run) -> Iterator[Row]:
             yield from unmeasured("step", cell, geometry.max_blocks_per_seq, no_time(names, left_out))
             continue
         work = StepCell(run, cell, geometry, params, torch_params)
-        # XLA times products to choose among them: the first step of a batch size is compiled while nothing else runs
-        side_by_side = cell.B in batches
-        batches.add(cell.B)
-        build = work.build([name for name in names if name not in left_out], side_by_side)
+        build = work.build([name for name in names if name not in left_out])
         for row in itertools.chain(work.rows(build, took), unmeasured("step", cell, geometry.max_blocks_per_seq, left_out)):
             yield run.with_floor(row, work.floor_bytes)
         del build, work
@@ -315,8 +316,8 @@ class StepCell:
         self.carried = Carried(filled_state(run.scale, geometry))
         self.floor_bytes = step_bytes(step_parts.bytes_of(run.scale, geometry, cell.B))
 
-    def build(self, names: Sequence[str], side_by_side: bool) -> Build:
-        """The variants, by whose builder each is compiled or captured, or all of JAX's before the first of them."""
+    def build(self, names: Sequence[str]) -> Build:
+        """The variants; JAX's are compiled side by side when the first of them is built."""
         options = whole_step.MAIN | whole_step.OTHERS
         torch_names = [name for name in names if name not in options]
         build: Build = {}
@@ -328,13 +329,15 @@ class StepCell:
         jax_names = [name for name in names if name in options]
         steps = {name: whole_step.make_step(self.run.scale, self.geometry, options[name]) for name in jax_names}
         lowering = {name: self.lowering(step, options[name]) for name, step in steps.items()}
-        compiled: dict[tuple[str, bool], Any] = {}
-        if side_by_side:
-            compiled = compile_all({(name, loop): of[loop] for name, of in lowering.items() for loop in of})
+
+        @functools.cache
+        def compiled() -> dict[tuple[str, bool], Any]:
+            work = [((name, loop), lower) for name, of in lowering.items() for loop, lower in of.items()]
+            # one alone: XLA times the products to choose among them, and the others find its choices
+            return compile_all(dict(work[:1])) | compile_all(dict(work[1:]))
 
         def variant(name: str) -> Variant:
-            # the loop first: it and the step have the same products
-            of = compiled or compile_all({(name, loop): lower for loop, lower in lowering[name].items()}, workers=1)
+            of = compiled()
             return whole_step.variant(
                 of[name, False], of.get((name, True)), self.run.scale, steps[name], self.params, self.carried, self.sets
             )
@@ -409,7 +412,7 @@ def part_rows(run: Run) -> Iterator[Row]:
             workers=1,
         )
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
-        for row in run.measured("part", cell, columns, build, left_out):
+        for row in run.measured("part", cell, columns, build, left_out, calls=scale.calls):
             if flush is not None:  # the host's clock saw the flush, too
                 row.figures.wall_us = None
             yield run.with_floor(row, moved[names[row.name][0]].total)
