@@ -7,6 +7,7 @@ import json
 import re
 import stat
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,23 @@ def test_a_function_that_does_not_compile_is_an_exception_in_its_place():
     compiled = compile_all({"good": lambda: add.lower(1), "bad": refused})
     assert compiled["good"](1) == 2
     assert str(compiled["bad"]) == "not traced"
+
+
+def test_the_first_is_compiled_alone():
+    events = []
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            events.append(f"{self.name} begins")
+            time.sleep(0.05)
+            events.append(f"{self.name} ends")
+
+    compile_all({name: functools.partial(Lowered, name) for name in "abc"}, first_alone=True)
+    assert events[:2] == ["a begins", "a ends"]
+    assert sorted(events[2:4]) == ["b begins", "c begins"], "and the others side by side"
 
 
 def test_bytes_of_the_parts_by_hand():

@@ -7,7 +7,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -94,20 +94,29 @@ def median_seconds(call: Callable[[], Any], rounds: int) -> float:
     return statistics.median(seconds_of(call) for _ in range(rounds))
 
 
-def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12) -> dict[Key, Any]:
-    """Trace each function in turn, compile them side by side; the exception stands in the place of one that failed."""
+def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12, *, first_alone: bool = False) -> dict[Key, Any]:
+    """Trace each function in turn, compile them side by side; the exception stands in the place of one that failed.
 
-    def compiled(lowered: Any) -> Any:
+    Args:
+        first_alone: no other compilation begins before the first one ends: XLA times products on the device to choose among
+            them, and the others find its choices.
+    """
+
+    def compiled(lowered: Any, after: Future[Any] | None) -> Any:
         try:
+            if after is not None:
+                after.result()
             return lowered.compile()
         except Exception as error:
             return error
 
     results: dict[Key, Any] = {}
+    first: Future[Any] | None = None
     with ThreadPoolExecutor(workers) as pool:
         for key, function in lower.items():
             try:
-                results[key] = pool.submit(compiled, function())
+                results[key] = pool.submit(compiled, function(), first)
+                first = results[key] if first_alone and first is None else first
             except Exception as error:
                 results[key] = error
         return {key: result if isinstance(result, Exception) else result.result() for key, result in results.items()}

@@ -332,9 +332,8 @@ class StepCell:
 
         @functools.cache
         def compiled() -> dict[tuple[str, bool], Any]:
-            work = [((name, loop), lower) for name, of in lowering.items() for loop, lower in of.items()]
-            # one alone: XLA times the products to choose among them, and the others find its choices
-            return compile_all(dict(work[:1])) | compile_all(dict(work[1:]))
+            lower = {(name, loop): function for name, of in lowering.items() for loop, function in of.items()}
+            return compile_all(lower, first_alone=True)
 
         def variant(name: str) -> Variant:
             of = compiled()
@@ -364,9 +363,11 @@ class StepCell:
             at_s = self.run.deadline.passed()
             return Row("step", name, *self.cell, self.geometry.max_blocks_per_seq, at_s=at_s, **fields)
 
+        late = False
         for name, function in build.items():
             began = self.run.deadline.passed()
-            if self.run.deadline.left() <= took.get(name, 0.0):
+            late |= self.run.deadline.left() <= took.get(name, 0.0)
+            if late:  # for the others as well: the first of JAX's has all of them compiled
                 yield row(name, left_out=NO_TIME)
                 continue
             figures[name] = Figures()
