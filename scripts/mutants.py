@@ -103,7 +103,7 @@ MUTANTS = (
     pallas("store_prepared", "accepted=j < jnp.clip(", "accepted=j < 1 + jnp.clip("),
     pallas("store_prepared", "(offsets, offset))", "(pages, page))"),
     pallas("prepare_step", "jnp.clip(num_accepted[b], 1, width) - 1]", "jnp.clip(num_accepted[b], 1, width) - 2]"),
-    pallas("prepare_step", "(program - first_noise) % block_size", "(program - first_chunk) % block_size"),
+    pallas("prepare_step", "(num_gen * block_size if", "(num_gen * block_size - 1 if"),
     pallas("norm_rope_store", "accepted = j < jnp.clip(", "accepted = j <= jnp.clip("),
     pallas("norm_rope_store", "~overwritten(i,", "overwritten(i,"),
     pallas("norm_rope_store", "weights.at[layer], cos_sin", "weights.at[0], cos_sin"),
