@@ -170,7 +170,7 @@ class Bookkeeping:
     def __init__(self, run: Run, cells: Sequence[Cell], *, acceptance: bool):
         self.run, self.acceptance, self.side = run, acceptance, torch_side()
         scale = run.scale
-        params = scale.drafter(run.seed)
+        params = bookkeeping_params(scale, run.seed)
         longest = Cell(max(cell.B for cell in cells), max(cell.context for cell in cells))
         state = filled_state(scale, scale.geometry(longest, scale.bookkeeping_pages))
         self.weights = bookkeeping.weights_of(params, state)
@@ -178,7 +178,7 @@ class Bookkeeping:
         self.torch_params: Any = None
         self.torch_state: Any = None
         if self.side is not None:
-            self.torch_params = self.side.as_shared(bookkeeping_params(params))
+            self.torch_params = self.side.as_shared(params)
             self.torch_state = self.side.torch_state(state)
         self.carried = Carried(state)
 
@@ -213,10 +213,15 @@ class Bookkeeping:
         return build
 
 
-def bookkeeping_params(params: DrafterParams) -> DrafterParams:
-    """The weights without those that the bookkeeping does not read."""
-    nothing: Any = None
-    return dataclasses.replace(params, fc=None, kv_a_proj=nothing, layers=(), markov_w1=None, markov_w2=None, lm_head=None)
+def bookkeeping_params(scale: Scale, seed: int) -> DrafterParams:
+    """Random weights of what the bookkeeping reads, None for all others: drawing those takes longer than a measurement."""
+    shapes = jax.eval_shape(functools.partial(scale.drafter, seed))
+    embed_tokens, kv_a_layernorm = (
+        jax.random.normal(jax.random.key(seed + number), x.shape, x.dtype)
+        for number, x in enumerate((shapes.embed_tokens, shapes.kv_a_layernorm))
+    )
+    nothing = jax.tree.map(lambda _: None, shapes)
+    return dataclasses.replace(nothing, embed_tokens=embed_tokens, kv_a_layernorm=kv_a_layernorm)
 
 
 def bookkeeping_rows(
