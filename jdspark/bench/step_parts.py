@@ -14,7 +14,7 @@ from .. import ops
 from ..config import Geometry
 from ..drafter import absorbed_query, draft_logits, mlp
 from ..ops.backends import FloatBackends, has_kernel
-from ..ops.context_latents import stacked_latents
+from ..ops.context_latents import stacked_product
 from ..ops.rope import at_positions
 from ..params import DrafterParams
 from ..rope import softmax_scale
@@ -145,7 +145,7 @@ def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> 
         return ops.rms_norm(projected, o.params.hidden_norm, eps, backend=floats.rms_norm)
 
     def context_latents(o: PartOperands) -> Any:
-        return stacked_latents(o.projected, o.params.kv_a_proj, backend=floats.linear)
+        return stacked_product(o.projected, o.params.kv_a_proj, backend=floats.linear)
 
     def store(o: PartOperands) -> Any:
         pool, _ = ops.norm_rope_store(
