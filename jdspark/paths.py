@@ -19,14 +19,15 @@ from .params import DrafterParams
 
 logger = logging.getLogger("jdspark")
 
-FUSED_PROLOGUE_OPS = ("prepare_step", "store_prepared", "noise_block", "write_block_latents")
+FUSED_PROLOGUE_OPS = ("prepare_step", "store_prepared", "write_block_latents")
 """Ops that leave the plain path only with `StepOptions.fused_prologue`: the bookkeeping around the drafter."""
 
 STEP_OPS = (
-    "accept_strict", "prepare_step", "linear", "rms_norm", "norm_rope", "store_prepared", "noise_block", "head_product", "rope",
+    "accept_strict", "prepare_step", "linear", "rms_norm", "norm_rope", "store_prepared", "head_product", "rope",
     "block_attention", "swiglu", "block_layers", "write_block_latents", "markov_chain", "next_tokens",
 )  # fmt: skip
-"""The ops of a decode step, in the order of their first call."""
+"""The ops of a decode step, in the order of their first call. Where `norm_rope` and `store_prepared` have one backend the
+context goes through `norm_rope_store`."""
 
 SAMPLING_OPS = {"accept_strict": "accept_sampled", "markov_chain": "sampled_chain"}
 """What stands in their place with `StepOptions.sampling`."""
@@ -109,7 +110,7 @@ def choose_path(
     reason = why_unavailable(backend)
     if reason is None and not has_kernel(op, backend) and op not in COMPOSED_OPS:
         reason = f"it has no {backend} kernel"
-    if reason is None and op == "noise_block" and mask_row_dtype is not None and mask_row_dtype != embedding_dtype:
+    if reason is None and op == "prepare_step" and mask_row_dtype is not None and mask_row_dtype != embedding_dtype:
         reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(embedding_dtype).name}"
     if reason is None and shape is not None and has_kernel(op, backend):
         reason = why_unsupported(op, backend, shape)

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
-from .drafter import LayersShape, confidence_logits, draft_block, draft_logits, draft_slots, project_context
+from .drafter import LayersShape, compress_context, confidence_logits, draft_block, draft_logits, draft_slots
 from .ops import contracts
 from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
@@ -123,6 +123,7 @@ def decode_step(
     gen_num_accepted = num_accepted[num_contexts:]
 
     stores_context = inputs.captured is not None and params.fc is not None and B > 0
+    drafts = K > 0 and B > 0
     prepared = ops.prepare_step(
         inputs.encoded_offsets,
         accepted_tokens[num_contexts:],
@@ -137,44 +138,32 @@ def decode_step(
         mask_token_id=config.mask_token_id,
         num_contexts=num_contexts,
         advance=stores_context,
+        embedding=params.embed_tokens if drafts else None,
+        mask_row=params.mask_token_embedding if drafts else None,
         backend=paths["prepare_step"].backend,
     )
     context_latents = None
     if stores_context:
-        context_latents = project_context(
-            params,
-            config,
-            inputs.captured,
-            prepared.prologue.context_positions.reshape(-1),
-            state.rope_cos,
-            state.rope_sin,
-            backends=backends,
-        )
-        pool = ops.store_prepared(
-            pool,
-            context_latents,
-            gen_num_accepted,
-            prepared.store_pages,
-            prepared.store_offsets,
-            layout=geometry.layout,
-            backend=paths["store_prepared"].backend,
-        )
+        compressed = compress_context(params, config, inputs.captured, backends=backends)
+        normed = (prepared.prologue.context_positions.reshape(-1), params.kv_a_layernorm, state.rope_cos, state.rope_sin)
+        stored = (gen_num_accepted, prepared.store_pages, prepared.store_offsets)
+        eps, store_backend = config.rms_norm_eps, paths["store_prepared"].backend
+        if backends.norm_rope == store_backend:
+            pool, context_latents = ops.norm_rope_store(
+                pool, compressed, *normed, *stored,
+                eps=eps, layout=geometry.layout, return_latents=options.return_intermediates, backend=store_backend,
+            )  # fmt: skip
+        else:
+            context_latents = ops.norm_rope(compressed, *normed, eps=eps, backend=backends.norm_rope)
+            pool = ops.store_prepared(pool, context_latents, *stored, layout=geometry.layout, backend=store_backend)
 
     draft_tokens = jnp.zeros((B, K), jnp.int32)
     floats: dict[str, jax.Array | None] = {"context_latents": context_latents}
     draft_probabilities = confidence = None
-    if K > 0 and B > 0:
-        noise = ops.noise_block(
-            params.embed_tokens,
-            prepared.prologue.bonus,
-            block_size=block_size,
-            mask_token_id=config.mask_token_id,
-            mask_row=params.mask_token_embedding,
-            backend=paths["noise_block"].backend,
-        )
+    if drafts:
         block_hidden, block_latents = draft_block(
-            params, config, geometry, noise, prepared.prologue.query_positions, pool, prepared.placement, prepared.advertised,
-            state.rope_cos, state.rope_sin, backends=backends,
+            params, config, geometry, prepared.noise, prepared.prologue.query_positions, pool, prepared.placement,
+            prepared.advertised, state.rope_cos, state.rope_sin, backends=backends,
         )  # fmt: skip
         # The last layer's attention does not feed the latents; without this it could read after the write, and XLA would
         # copy the whole pool to allow it.

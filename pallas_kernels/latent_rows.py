@@ -38,7 +38,7 @@ class PoolShape:
         num_layers, num_pages = (first, second) if layout == "layer_major" else (second, first)
         return cls(num_layers, num_pages, page_size, width, layout)
 
-    def row(self, pool: Ref, layer: int, page: jax.Array, offset: jax.Array) -> Ref:
+    def row(self, pool: Ref, layer: int | jax.Array, page: jax.Array, offset: jax.Array) -> Ref:
         """The ref of one latent."""
         return pool.at[layer, page, offset] if self.layout == "layer_major" else pool.at[page, layer, offset]
 
@@ -47,7 +47,11 @@ class PoolShape:
         return (page >= 0) & (page < self.num_pages) & (offset >= 0) & (offset < self.page_size)
 
 
-def times_zero(x: jax.Array, piece: Piece) -> jax.Array:
+Splat = Callable[[Any, Any], jax.Array]
+"""`splat(value, dtype)`: a constant or scalar as a vector like another one, see `Piece.splat`."""
+
+
+def times_zero(x: jax.Array, splat: Splat) -> jax.Array:
     """`x * 0` in integers: a zero with x's sign where x is finite, NaN where its exponent is all ones."""
     bits_type = {2: jnp.int16, 4: jnp.int32}[x.dtype.itemsize]
     exponent, quiet = {
@@ -56,9 +60,9 @@ def times_zero(x: jax.Array, piece: Piece) -> jax.Array:
         "float16": (0x7C00, 0x7E00),
     }[x.dtype.name]
     bits = lax.bitcast_convert_type(x, bits_type)
-    exponents = piece.splat(exponent, bits_type)
-    sign = bits & piece.splat(jnp.iinfo(bits_type).min, bits_type)
-    zero_or_nan = jnp.where((bits & exponents) == exponents, piece.splat(quiet, bits_type), sign)
+    exponents = splat(exponent, bits_type)
+    sign = bits & splat(jnp.iinfo(bits_type).min, bits_type)
+    zero_or_nan = jnp.where((bits & exponents) == exponents, splat(quiet, bits_type), sign)
     return lax.bitcast_convert_type(zero_or_nan, x.dtype)
 
 
@@ -91,7 +95,7 @@ def move_rows(
     def store(layers: tuple[int, ...], loaded: list[jax.Array]) -> None:
         targets = [(piece, layer) for layer in layers for piece in row_pieces]
         for (piece, layer), values in zip(targets, loaded):
-            kept = values if accepted is None else keep_or_zero(values, accepted, piece)
+            kept = values if accepted is None else keep_or_zero(values, accepted, piece.splat)
             piece.store(shape.row(pool, layer, page, offset), kept)
 
     # the first layers' loads run while the destination is being found; all loads come before the stores they could alias
@@ -105,12 +109,12 @@ def move_rows(
             store(group, load(group))
 
 
-def keep_or_zero(values: jax.Array, accepted: jax.Array, piece: Piece) -> jax.Array:
+def keep_or_zero(values: jax.Array, accepted: jax.Array, splat: Splat) -> jax.Array:
     """The values if `accepted`, else their product with zero."""
     bits_type = {2: jnp.int16, 4: jnp.int32}[values.dtype.itemsize]
     bits = lax.bitcast_convert_type(values, bits_type)
-    rejected = lax.bitcast_convert_type(times_zero(values, piece), bits_type)
-    return lax.bitcast_convert_type(jnp.where(piece.splat(accepted, jnp.bool_), bits, rejected), values.dtype)
+    rejected = lax.bitcast_convert_type(times_zero(values, splat), bits_type)
+    return lax.bitcast_convert_type(jnp.where(splat(accepted, jnp.bool_), bits, rejected), values.dtype)
 
 
 def overwritten(index: jax.Array, num_entries: int, *destination: tuple[Ref, jax.Array]) -> jax.Array:

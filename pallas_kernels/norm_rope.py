@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import WARPGROUP, Ref, launch, pieces, struct
+from .launch import WARPGROUP, Piece, Ref, launch, pieces, struct
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))
@@ -27,10 +29,8 @@ def norm_rope(
     if latents.size == 0:
         return latents
     table_length = cos.shape[0]
-    # other widths go one number at a time
-    in_pairs = rank > 0 and rank % WARPGROUP == 0 and width % 2 == 0 and cos.shape[1] < WARPGROUP
-    # XLA sees [D/2, 2] as the same buffer; a kernel cannot load every other number of [D]
-    split = (lambda x: x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)) if in_pairs else (lambda x: x)
+    in_pairs = goes_in_pairs(width, rank)  # other widths go one number at a time
+    split = split_pairs if in_pairs else (lambda x: x)
     rotary = () if width == rank else (cos, sin)
 
     def norm_rope_kernel(latents: Ref, positions: Ref, weights: Ref, *refs: Ref) -> None:
@@ -38,20 +38,36 @@ def norm_rope(
         z = negative_zero[0]
         i, layer = lax.axis_index("token"), lax.axis_index("layer")
         row, weight, target = latents.at[i, layer], weights.at[layer], out.at[i, layer]
-        norm = norm_pairs if in_pairs else norm_scalars
-        norm(row, weight, target, rank, eps, z)
-        if rotary:
-            position = jnp.clip(positions[i], 0, table_length - 1)
-            rope = rope_pairs if in_pairs else rope_scalars
-            rope(row, rotary[0].at[position], rotary[1].at[position], target, rank, z)
+        position = jnp.clip(positions[i], 0, table_length - 1)
+        cos_sin = (rotary[0].at[position], rotary[1].at[position]) if rotary else None
+        if in_pairs:
+            for part in norm_rope_pairs(row, weight, cos_sin, rank, eps, z):
+                part.store(target, part.values)
+        else:
+            norm_scalars(row, weight, target, rank, eps, z)
+            if cos_sin is not None:
+                rope_scalars(row, *cos_sin, target, rank, z)
 
     return launch(
         norm_rope_kernel,
         out_type=struct((num_tokens, *split(latents).shape[1:]), latents.dtype),
         grid={"layer": num_layers, "token": num_tokens},
-    )(split(latents), positions, split(kv_a_norm), *rotary, jnp.full(1, -0.0, jnp.float32)).reshape(
-        num_tokens, num_layers, width
-    )
+    )(split(latents), positions, split(kv_a_norm), *rotary, negative_zero()).reshape(num_tokens, num_layers, width)
+
+
+def goes_in_pairs(width: int, rank: int) -> bool:
+    """Whether a latent of this width is computed as `[D/2, 2]`."""
+    return rank > 0 and rank % WARPGROUP == 0 and width % 2 == 0 and width - rank < 2 * WARPGROUP
+
+
+def split_pairs(x: jax.Array) -> jax.Array:
+    """`[..., D]` -> `[..., D/2, 2]`: to XLA the same buffer; a kernel cannot load every other number of `[D]`."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+
+
+def negative_zero() -> jax.Array:
+    """The operand that `rounded` adds."""
+    return jnp.full(1, -0.0, jnp.float32)
 
 
 def rounded(product: jax.Array, z: jax.Array) -> jax.Array:
@@ -74,30 +90,64 @@ def sum_neighbours(values: list[jax.Array]) -> jax.Array:
     return values[0]
 
 
-def norm_pairs(row: Ref, weight: Ref, target: Ref, rank: int, eps: float, z: jax.Array) -> None:
-    """RMSNorm of a row seen as `[D/2, 2]`: a chunk of 128 numbers is `[64, 2]`, one number per thread."""
-    chunks = [pl.ds(start // 2, WARPGROUP // 2) for start in range(0, rank, WARPGROUP)]
-    layout = plgpu.Layout.WG_STRIDED((WARPGROUP // 2, 2), vec_size=1)
+class Part(NamedTuple):
+    """Some numbers of a finished latent, in its dtype."""
+
+    values: jax.Array
+    store: Callable[[Ref, jax.Array], None]
+    """Writes values at their place in a latent seen as `[D/2, 2]`."""
+    splat: Callable[[Any, Any], jax.Array]
+    """A constant or scalar as a vector like the values."""
+
+
+def norm_rope_pairs(row: Ref, weight: Ref, cos_sin: tuple[Ref, Ref] | None, rank: int, eps: float, z: jax.Array) -> list[Part]:
+    """The latent of a row, both seen as `[D/2, 2]`; without rope `cos_sin` is None."""
+    normed = normed_pairs(row, weight, rank, eps, z)
+    return normed if cos_sin is None else normed + rotated_pairs(row, *cos_sin, rank, z)
+
+
+def normed_pairs(row: Ref, weight: Ref, rank: int, eps: float, z: jax.Array) -> list[Part]:
+    """RMSNorm of a row: a chunk of 128 numbers is `[64, 2]`, one number per thread."""
+    shape = (WARPGROUP // 2, 2)
+    chunks = [pl.ds(start // 2, shape[0]) for start in range(0, rank, WARPGROUP)]
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=1)
 
     def load(ref: Ref, chunk: pl.Slice) -> jax.Array:
         return plgpu.load(ref.at[chunk], layout=layout, optimized=False).astype(jnp.float32)
+
+    def splat(value: Any, dtype: Any) -> jax.Array:
+        return plgpu.layout_cast(lax.broadcast(jnp.asarray(value, dtype), shape), layout)
+
+    def part(chunk: pl.Slice, numbers: jax.Array, w: jax.Array) -> Part:
+        def store(target: Ref, values: jax.Array) -> None:
+            target[chunk] = values
+
+        return Part((w * (numbers * scale)).astype(row.dtype), store, splat)
 
     x = [load(row, chunk) for chunk in chunks]
     weights = [load(weight, chunk) for chunk in chunks]
     # the sum over a warpgroup's threads adds neighbours, at distance 1, 2, 4, ... 64
     total = jnp.sum(sum_neighbours([rounded(numbers * numbers, z) for numbers in x]))
     scale = inverse_rms(total, rank, eps, z)
-    for chunk, numbers, w in zip(chunks, x, weights):
-        target[chunk] = (w * (numbers * scale)).astype(target.dtype)
+    return [part(*of_chunk) for of_chunk in zip(chunks, x, weights)]
 
 
-def rope_pairs(row: Ref, cos: Ref, sin: Ref, target: Ref, rank: int, z: jax.Array) -> None:
-    """RoPE of a row seen as `[D/2, 2]`."""
+def rotated_pairs(row: Ref, cos: Ref, sin: Ref, rank: int, z: jax.Array) -> list[Part]:
+    """RoPE of a row, the first numbers of the pairs and the second ones."""
+
+    def part(piece: Piece, k: int, rotated: jax.Array) -> Part:
+        def store(target: Ref, values: jax.Array) -> None:
+            piece.store(target.at[:, k], values, rank // 2)
+
+        return Part(rotated.astype(row.dtype), store, piece.splat)
+
+    parts = []
     for piece in pieces(cos.shape[0], cos.dtype, 1):
         re, im = (piece.load(row.at[:, k], rank // 2).astype(jnp.float32) for k in (0, 1))
         c, s = piece.load(cos), piece.load(sin)
-        piece.store(target.at[:, 0], (rounded(re * c, z) - rounded(im * s, z)).astype(target.dtype), rank // 2)
-        piece.store(target.at[:, 1], (rounded(re * s, z) + rounded(im * c, z)).astype(target.dtype), rank // 2)
+        parts.append(part(piece, 0, rounded(re * c, z) - rounded(im * s, z)))
+        parts.append(part(piece, 1, rounded(re * s, z) + rounded(im * c, z)))
+    return parts
 
 
 def norm_scalars(row: Ref, weight: Ref, target: Ref, rank: int, eps: float, z: jax.Array) -> None:

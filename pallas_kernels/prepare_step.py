@@ -14,6 +14,7 @@ from .advance_ctx_len import advance_ctx_len, advanced, advertised
 from .block_placement import block_placement, place, upper_triangle
 from .gen_prologue import gen_prologue, slot_of, write_prologue
 from .launch import Ref, ceil_div, launch, struct
+from .noise_block import mask_operands, noise_block, write_noise_row
 from .refresh_block_tables import CHUNK, count_pages, decode_chunk, refresh_block_tables
 
 
@@ -39,19 +40,23 @@ def prepare_step(
     mask_token_id: int,
     num_contexts: int = 0,
     advance: bool = True,
+    embedding: jax.Array | None = None,
+    mask_row: jax.Array | None = None,
 ) -> PreparedStep:
-    """refresh_block_tables, gen_prologue, the store's destinations, advance_ctx_len and block_placement in one launch.
+    """refresh_block_tables, gen_prologue, the store's destinations, advance_ctx_len, block_placement and noise_block in one
+    launch.
 
     Nothing it returns depends on another program's work: a request's program counts its row and decodes the few offsets
     it needs itself. Programs, in this order: one per row (its count and, for a gen row, all that is per request), one
-    per slot (its new length), one per row and chunk of columns (the decoded table). Latents are stored afterwards, by
-    `store_prepared`.
+    per slot (its new length), one per row and chunk of columns (the decoded table), one per slot of the noise block.
+    Latents are stored afterwards, by `store_prepared` or `norm_rope_store`.
 
     Args:
         encoded_offsets: `[pools, seqs, 2, max_blocks]`, context rows first.
         accepted_tokens, num_accepted, slots: gen rows only, `[B, K+1]`, `[B]`, `[B]`.
         ctx_len: `[max_batch + 1]`, before the advance.
         advance: False returns `ctx_len` as it is and advertises its lengths; there are no programs per slot then.
+        embedding, mask_row: `[V, H]`, `[H]` or `[1, H]`; without an embedding there is no noise block and no program for it.
     """
     num_gen, width = accepted_tokens.shape
     num_slots, max_blocks = ctx_len.shape[0], encoded_offsets.shape[3]
@@ -61,16 +66,27 @@ def prepare_step(
         return _without_gen_rows(
             encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
             pool_idx=pool_idx, divisor=divisor, page_size=page_size, block_size=block_size, max_ctx=max_ctx,
-            mask_token_id=mask_token_id, num_contexts=num_contexts, advance=advance,
+            mask_token_id=mask_token_id, num_contexts=num_contexts, advance=advance, embedding=embedding, mask_row=mask_row,
         )  # fmt: skip
     slot_programs = num_slots if advance else 0
+    embeddings = () if embedding is None else (embedding, *mask_operands(embedding, mask_row))
+    first_chunk = num_rows + slot_programs
+    first_noise = first_chunk + num_rows * chunks
+    optional_outputs: dict[str, jax.ShapeDtypeStruct] = {}
+    if advance:
+        optional_outputs["ctx_len"] = struct(ctx_len.shape, jnp.int32)
+    if embedding is not None:
+        optional_outputs["noise"] = struct((num_gen, block_size, embedding.shape[1]), embedding.dtype)
+    if num_contexts:
+        optional_outputs["page_tables"] = struct((num_gen, max_blocks), jnp.int32)
 
-    def prepare_step_kernel(encoded: Ref, accepted: Ref, num_accepted: Ref, ctx_len: Ref, slots: Ref, *outputs: Ref) -> None:
+    def prepare_step_kernel(encoded: Ref, accepted: Ref, num_accepted: Ref, ctx_len: Ref, slots: Ref, *refs: Ref) -> None:
+        embeddings_in, outputs = refs[: len(embeddings)], refs[len(embeddings) :]
         (
             block_tables, block_counts, bonus, query_positions, context_positions, embedding_ids,
-            store_pages, store_offsets, advertised_lengths, pages, offsets, seq_lens, *optional,
+            store_pages, store_offsets, advertised_lengths, pages, offsets, seq_lens, *rest,
         ) = outputs  # fmt: skip
-        new_ctx_len, page_tables = optional[:advance], optional[advance:]
+        optional = dict(zip(optional_outputs, rest, strict=True))
         program = lax.axis_index("program")
 
         @pl.when(program < num_rows)
@@ -109,27 +125,36 @@ def prepare_step(
             @pl.when((program >= num_rows) & (program < num_rows + num_slots))
             def _slot() -> None:
                 slot = program - num_rows
-                new_ctx_len[0][slot] = advanced(slot, ctx_len, slots, num_accepted, max_ctx)
+                optional["ctx_len"][slot] = advanced(slot, ctx_len, slots, num_accepted, max_ctx)
 
-        @pl.when(program >= num_rows + slot_programs)
+        @pl.when((program >= first_chunk) & (program < first_noise))
         def _decode() -> None:
-            part = program - (num_rows + slot_programs)
+            part = program - first_chunk
             row, chunk = part // chunks, part % chunks
             encoded_row = encoded.at[pool_idx, row, 0]
             decode_chunk(encoded_row, block_tables.at[row], chunk, max_blocks, divisor)
-            if page_tables:
+            if num_contexts:
 
                 @pl.when(row >= num_contexts)
                 def _gen_row() -> None:
                     b = jnp.maximum(row - num_contexts, 0)
-                    decode_chunk(encoded_row, page_tables[0].at[b], chunk, max_blocks, divisor)
+                    decode_chunk(encoded_row, optional["page_tables"].at[b], chunk, max_blocks, divisor)
+
+        if embeddings:
+
+            @pl.when(program >= first_noise)
+            def _noise() -> None:
+                embedding, *masks = embeddings_in
+                b, j = (program - first_noise) // block_size, (program - first_noise) % block_size
+                bonus = accepted[b, jnp.clip(num_accepted[b], 1, width) - 1]
+                write_noise_row(embedding, masks, optional["noise"], b, j, bonus, mask_token_id)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return struct(shape, jnp.int32)
 
     (
         block_tables, block_counts, bonus, query_positions, context_positions, embedding_ids,
-        store_pages, store_offsets, advertised_lengths, pages, offsets, seq_lens, *optional,
+        store_pages, store_offsets, advertised_lengths, pages, offsets, seq_lens, *rest,
     ) = launch(
         prepare_step_kernel,
         out_type=(
@@ -138,20 +163,21 @@ def prepare_step(
             ints(num_gen, width), ints(num_gen, width),
             ints(num_gen),
             ints(num_gen, block_size), ints(num_gen, block_size), ints(num_gen),
-            *([ints(num_slots)] if advance else []), *([ints(num_gen, max_blocks)] if num_contexts else []),
+            *optional_outputs.values(),
         ),
-        grid={"program": num_rows + slot_programs + num_rows * chunks},
-    )(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots)  # fmt: skip
-    gen_tables = optional[-1] if num_contexts else block_tables
+        grid={"program": first_noise + (num_gen * block_size if embeddings else 0)},
+    )(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, *embeddings)  # fmt: skip
+    optional = dict(zip(optional_outputs, rest, strict=True))
     return PreparedStep(
         block_tables,
         block_counts,
         Prologue(bonus, query_positions, context_positions, embedding_ids),
         store_pages,
         store_offsets,
-        optional[0] if advance else ctx_len,
+        optional.get("ctx_len", ctx_len),
         advertised_lengths,
-        BlockPlacement(pages, offsets, upper_triangle(block_size), gen_tables, seq_lens),
+        BlockPlacement(pages, offsets, upper_triangle(block_size), optional.get("page_tables", block_tables), seq_lens),
+        optional.get("noise"),
     )
 
 
@@ -196,6 +222,8 @@ def _without_gen_rows(
     mask_token_id: int,
     num_contexts: int,
     advance: bool,
+    embedding: jax.Array | None,
+    mask_row: jax.Array | None,
 ) -> PreparedStep:
     """A batch of context rows alone: only its tables have to be decoded."""
     tables, counts = refresh_block_tables(encoded_offsets, pool_idx=pool_idx, num_seqs=num_contexts, divisor=divisor)
@@ -203,16 +231,20 @@ def _without_gen_rows(
         ctx_len, slots, num_accepted, counts,
         page_size=page_size, block_size=block_size, max_ctx=max_ctx, first_row=num_contexts,
     )  # fmt: skip
+    prologue = gen_prologue(
+        accepted_tokens, num_accepted, ctx_len, slots, block_size=block_size, max_ctx=max_ctx, mask_token_id=mask_token_id
+    )
+    noise = None
+    if embedding is not None:
+        noise = noise_block(embedding, prologue.bonus, block_size=block_size, mask_token_id=mask_token_id, mask_row=mask_row)
     return PreparedStep(
         tables,
         counts,
-        gen_prologue(
-            accepted_tokens, num_accepted, ctx_len, slots,
-            block_size=block_size, max_ctx=max_ctx, mask_token_id=mask_token_id,
-        ),
+        prologue,
         jnp.zeros(accepted_tokens.shape, jnp.int32),
         jnp.zeros(accepted_tokens.shape, jnp.int32),
         new_ctx_len if advance else ctx_len,
         lengths,
         block_placement(lengths, tables, block_size=block_size, page_size=page_size, first_row=num_contexts),
-    )  # fmt: skip
+        noise,
+    )

@@ -17,7 +17,7 @@ from pathlib import Path
 GROUPS = (
     "accept_strict", "markov_chain", "prepare_step", "store_gen_context", "store_prepared,next_tokens",
     "scatter_context,gen_prologue", "write_block_latents", "block_placement,advance_ctx_len",
-    "refresh_block_tables,noise_block", "norm_rope", "context_latents,block_attention",
+    "refresh_block_tables,noise_block", "norm_rope", "norm_rope_store", "context_latents,block_attention",
     "linear,head_product", "rms_norm,rope,swiglu",
 )  # fmt: skip
 
@@ -48,7 +48,7 @@ def main() -> int:
             start(
                 f"parity{number}", "-m", "torch_bridge.parity", "--device", "gpu", "--shapes", "k3", "--ops", names,
                 "--cases", str(args.cases), "--json", str(args.out / f"parity{number}.json"),
-                *(["--backends", args.backends] if args.backends and names != "norm_rope" else []),
+                *(["--backends", args.backends] if args.backends and not names.startswith("norm_rope") else []),
             )  # fmt: skip
     if "tests" not in skipped:
         start(

@@ -24,6 +24,7 @@ BOUND_SHORT, BOUND_LONG = "test_kernel_stays_within_its_bound", "test_kernel_sta
 BOUNDED_OPS = ("rms_norm", "rope", "swiglu", "block_attention")
 """Ops without a bitwise test on a CPU; their mutants change more than the bound allows."""
 MANY = "test_kernel_with_many_tokens"
+FUSED_STORE = "test_norm_rope_in_the_store_has_the_bits_of_the_two_kernels"
 POOL_WRITERS = ("store_gen_context", "store_prepared", "scatter_context", "write_block_latents")
 SECONDS = 600
 
@@ -48,6 +49,8 @@ class Mutant(NamedTuple):
             return (f"tests/test_{self.op}.py",)
         if self in ONE_LAUNCH:
             return ("tests/test_markov_chain.py",)
+        if (self.op, self.backend) == ("norm_rope_store", "pallas"):
+            return tuple(f"tests/test_kernels.py::{FUSED_STORE}[pallas-{layout}]" for layout in ("layer_major", "page_major"))
         names = [BOUND_SHORT, BOUND_LONG] if self.op in BOUNDED_OPS else [SHORT, LONG]
         if self.op in POOL_WRITERS:
             names.insert(1, MANY)
@@ -116,6 +119,12 @@ MUTANTS = (
     pallas("prepare_step", "jnp.maximum(encoded_row[column], 0)", "encoded_row[column]"),
     pallas("store_prepared", "accepted=j < jnp.clip(", "accepted=j < 1 + jnp.clip("),
     pallas("store_prepared", "(offsets, offset))", "(pages, page))"),
+    pallas("prepare_step", "jnp.clip(num_accepted[b], 1, width) - 1]", "jnp.clip(num_accepted[b], 1, width) - 2]"),
+    pallas("prepare_step", "(num_gen * block_size if", "(num_gen * block_size - 1 if"),
+    pallas("norm_rope_store", "accepted = j < jnp.clip(", "accepted = j <= jnp.clip("),
+    pallas("norm_rope_store", "~overwritten(i,", "overwritten(i,"),
+    pallas("norm_rope_store", "weights.at[layer], cos_sin", "weights.at[0], cos_sin"),
+    pallas("norm_rope_store", "shape.row(pool, layer, page, offset), values", "shape.row(pool, 0, page, offset), values"),
     pallas("accept_strict", "merged(keys.at[first + j], indices.at[first + j]", "merged(keys.at[first + j], indices.at[first]"),
     pallas("accept_strict", "matches = jnp.where(drafts[0][b, j] == tokens[j], matches, 0)",
            "matches = jnp.where(drafts[0][b, j] == tokens[j], 1, 0)"),

@@ -23,9 +23,9 @@ from jdspark.ops.backends import has_kernel, why_unavailable
 from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, K3_SHAPES, BatchShape, draw_batch
 
 TIMED_OPS = (
-    "prepare_step", "store_prepared", "noise_block", "write_block_latents", "norm_rope", "next_tokens", "accept_strict",
-    "markov_chain", "refresh_block_tables", "gen_prologue", "store_gen_context", "advance_ctx_len", "scatter_context",
-    "block_placement",
+    "prepare_step", "store_prepared", "noise_block", "write_block_latents", "norm_rope", "norm_rope_store", "next_tokens",
+    "accept_strict", "markov_chain", "refresh_block_tables", "gen_prologue", "store_gen_context", "advance_ctx_len",
+    "scatter_context", "block_placement",
 )  # fmt: skip
 
 TIMED_SHAPES = tuple(K3_SHAPES[index] for index in (0, 5, 1, 6))
@@ -36,15 +36,15 @@ UNIT = "us of kernel time per call, launch gaps not counted"
 def draw(op: str, shape: BatchShape, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """An op's operands on the device, drawn for the plain family."""
     rng = np.random.default_rng(seed)
-    if op == "write_block_latents":
-        batch = draw_batch(rng, shape, "plain")
-        while True:  # until the case writes all layers
-            operands, static = EXACT_OPS[op](rng, batch)
-            if static["layer"] is None:
-                return jax.tree.map(jnp.asarray, operands), static
-    operands, static = (EXACT_OPS.get(op) or BOUNDED_OPS[op])(rng, draw_batch(rng, shape, "plain"))
-    static = static | ({"advance": True} if op == "prepare_step" else {})
-    return jax.tree.map(jnp.asarray, operands), static
+    batch = draw_batch(rng, shape, "plain")
+    while True:  # until the case writes all layers, or drafts
+        operands, static = (EXACT_OPS.get(op) or BOUNDED_OPS[op])(rng, batch)
+        if static.get("layer") is None and (op != "prepare_step" or "embedding" in operands):
+            break
+    operands = jax.tree.map(jnp.asarray, operands)
+    if op == "prepare_step":
+        return {name: value for name, value in operands.items() if name != "mask_row"}, static | {"advance": True}
+    return operands, static | ({"return_latents": False} if op == "norm_rope_store" else {})
 
 
 def segment(op: str, shape: BatchShape, backend: str) -> Callable[[], Any]:
@@ -64,7 +64,7 @@ def segment(op: str, shape: BatchShape, backend: str) -> Callable[[], Any]:
         state["calls"] += 1
         result = call(state["pool"], rest)
         if state["pool"] is not None:
-            state["pool"] = result
+            state["pool"] = result[0] if isinstance(result, tuple) else result
         return result
 
     for _ in draws:

@@ -143,7 +143,7 @@ def write_block_latents(pool, block_latents, placement, *, layout="layer_major",
 
 def prepare_step(
     encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, *, pool_idx, divisor, page_size, block_size, max_ctx,
-    mask_token_id, num_contexts=0, advance=True,
+    mask_token_id, num_contexts=0, advance=True, embedding=None, mask_row=None,
 ):  # fmt: skip
     B, width = accepted_tokens.shape
     room = {"page_size": page_size, "block_size": block_size}
@@ -173,7 +173,12 @@ def prepare_step(
             for b in range(B)
         ])  # fmt: skip
     placement = block_placement(advertised, tables, **room, first_row=num_contexts, block_counts=counts)
-    return tables, counts, *prologue, pages, offsets, ctx_len, advertised, *placement
+    noise = (
+        ()
+        if embedding is None
+        else noise_block(embedding, prologue[0], block_size=block_size, mask_token_id=mask_token_id, mask_row=mask_row)
+    )
+    return tables, counts, *prologue, pages, offsets, ctx_len, advertised, *placement, *noise
 
 
 def store_prepared(pool, latents, num_accepted, store_pages, store_offsets, *, layout="layer_major"):

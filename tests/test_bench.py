@@ -7,6 +7,7 @@ import json
 import re
 import stat
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,8 @@ def test_every_row_is_there(tmp_path, capsys):
     written = json.loads(report_file.read_text())
     rows = {(row["part"], row["name"]): row for row in written["rows"]}
     jax_names, torch_names = set(bookkeeping.BACKENDS), set(torch_bench.BOOKKEEPING)
+    assert len(rows) == len(written["rows"]), "a row that comes again replaces the first look"
+    assert not [row for row in written["rows"] if parts.FIRST_LOOK in row["note"]]
     expected = {(part, name) for part in ("bookkeeping", "bookkeeping and acceptance") for name in jax_names | torch_names}
     expected |= {("step", name) for name in {*whole_step.MAIN, *torch_bench.MAIN_STEPS}}
     expected |= {("part", f"{part}, {backend}") for part in PART_OPS for backend in part_backends(part)}
@@ -78,6 +81,8 @@ def test_every_row_is_there(tmp_path, capsys):
     output = capsys.readouterr().out
     assert output.startswith("CPU figures")
     assert "whole step" in output
+    looks = [line.split(" wall us")[0] for line in output.splitlines() if parts.FIRST_LOOK in line]
+    assert looks == [f"step: B=1 context=48 {name}:" for name in ("torch eager", "jax plain", "jax fused")], "as they come"
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -175,6 +180,23 @@ def test_a_function_that_does_not_compile_is_an_exception_in_its_place():
     assert str(compiled["bad"]) == "not traced"
 
 
+def test_the_first_is_compiled_alone():
+    events = []
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            events.append(f"{self.name} begins")
+            time.sleep(0.05)
+            events.append(f"{self.name} ends")
+
+    compile_all({name: functools.partial(Lowered, name) for name in "abc"}, first_alone=True)
+    assert events[:2] == ["a begins", "a ends"]
+    assert sorted(events[2:4]) == ["b begins", "c begins"], "and the others side by side"
+
+
 def test_bytes_of_the_parts_by_hand():
     """Numbers small enough to count: one layer, two heads."""
     config = dataclasses.replace(
@@ -184,13 +206,12 @@ def test_bytes_of_the_parts_by_hand():
     )  # fmt: skip
     of = part_bytes(config, B=2, K=3, context=100, columns=9, vocab=13, itemsize=2)
     assert of["accept"] == Bytes(operands=2 * 4 * 13 * 4)
-    assert of["prepare"] == Bytes(operands=2 * 9 * (4 + 4))
+    assert of["prepare"] == Bytes(operands=2 * 9 * (4 + 4) + 2 * 10 * (2 + 1 + 6))
     assert of["context projection"] == Bytes(weights=2 * (10 * 22 + 10), operands=2 * 8 * 22)
     kv_a = 6 * 10 + 4  # the product's rows of latent, and the norm
     assert of["context latents"] == Bytes(weights=2 * kv_a)
     assert of["block latents"] == Bytes(again=2 * kv_a)
     assert of["store"] == Bytes(operands=2 * (8 * 6 * 2))
-    assert of["noise block"] == Bytes(operands=2 * 10 * (2 + 1 + 6))
     assert of["query"] == Bytes(weights=2 * (10 + 3 * 10 + 3 + 2 * 7 * 3 + 2 * 5 * 4))
     assert of["attention"] == Bytes(latents=2 * 2 * 100 * 6)
     assert of["attention output"] == Bytes(weights=2 * (2 * 6 * 4 + 10 * 12))
@@ -396,7 +417,8 @@ def test_full_and_quick_scales():
         (B, context) for B in (1, 4, 32) for context in (2048, 32768, 65536, 98304, 131072, 393216)
     }
     assert {cell.context for cell in FULL.step if cell.B == 1} == {2048, 32768, 65536, 98304, 131072, 393216}
-    assert {cell.B for cell in FULL.step} == {1, 4, 32}
+    assert {cell.B for cell in FULL.step} == {1, 4, 16, 32}
+    assert [cell.B for cell in FULL.bookkeeping[:3]] == [1, 4, 32], "a short limit reaches every batch size"
     assert {cell.B for cell in (*QUICK.bookkeeping, *QUICK.step, *QUICK.parts)} == {1}
     for cell in (*FULL.step, *FULL.parts):
         assert FULL.geometry(cell).num_pages * 32 * 5 * 576 < 2**31
@@ -426,6 +448,7 @@ def test_a_part_in_its_own_process(tmp_path, monkeypatch, capsys):
     """Rows come as they are printed; a crash, or no end, becomes a row."""
     row = Row("step", "jax plain", 1, 2048, 66, Figures(device_us=3.5, wall_us=4.0), bytes=10, floor_us=2.0)
     assert row.ratio == 1.75
+    assert report.shown(dataclasses.replace(row, floor_us=0.4))["ratio"] == "-"
     line = command.TAG + json.dumps(row.to_json())
     monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, f"echo 'a warning'\necho '{line}'\nexit 3"))
     first, last = command.in_process(arguments(), "step", 1e9, 5.0)

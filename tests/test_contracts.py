@@ -36,7 +36,7 @@ INTERFACE = {
     "write_block_latents": "pool, block_latents, placement, *, layout, layer, backend",
     "prepare_step": (
         "encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, *, pool_idx, divisor, page_size, block_size, max_ctx,"
-        " mask_token_id, num_contexts, advance, backend"
+        " mask_token_id, num_contexts, advance, embedding, mask_row, backend"
     ),
     "store_prepared": "pool, latents, num_accepted, store_pages, store_offsets, *, layout, backend",
     "accept_strict": "logits, draft_tokens, *, num_contexts, force, force_counter, backend",

@@ -4,11 +4,25 @@ By default one case of each shape, each of another family; `-m long` runs every 
 """
 
 import jax
+import numpy as np
 import pytest
 
 from jdspark.ops.backends import has_kernel
 from torch_bridge import compare, largest_difference
-from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS, FAMILIES, SHAPES, draw_case, many_tokens
+from torch_bridge.bridge import to_numpy
+from torch_bridge.cases import (
+    BFLOAT16,
+    BOUNDED_OPS,
+    EXACT_OPS,
+    FAMILIES,
+    FLOAT32,
+    SHAPES,
+    BatchShape,
+    Case,
+    draw_batch,
+    draw_case,
+    many_tokens,
+)
 from torch_bridge.parity import available_backends, before_first_tie, has_op, run, untrusted
 
 DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
@@ -81,7 +95,13 @@ def check_bounded(op, backend, indices, seed):
     assert compared >= len(indices) / 2
 
 
-@pytest.mark.parametrize(("op", "backend"), BOUNDED)
+SLOW_BOUNDED = ("norm_rope_store", "pallas")
+"""Half a minute in the interpreter; its bits are compared below."""
+
+
+@pytest.mark.parametrize(
+    ("op", "backend"), [pytest.param(*pair, marks=[pytest.mark.long] * (pair == SLOW_BOUNDED)) for pair in BOUNDED]
+)
 def test_kernel_stays_within_its_bound(op, backend):
     check_bounded(op, backend, range(len(SHAPES)), seed=2)
 
@@ -90,6 +110,37 @@ def test_kernel_stays_within_its_bound(op, backend):
 @pytest.mark.parametrize(("op", "backend"), BOUNDED)
 def test_kernel_stays_within_its_bound_in_every_family(op, backend):
     check_bounded(op, backend, range(len(SHAPES) * len(FAMILIES)), seed=3)
+
+
+@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_norm_rope_in_the_store_has_the_bits_of_the_two_kernels(backend, layout):
+    """NaN, infinities and signed zeros among the latents, tokens that lose their place or have none, a nonzero pool."""
+    if reason := available_backends(DEVICE)[backend]:
+        pytest.skip(reason)
+    shape = BatchShape(3, 1, 2, 4, 5, 0, layout, BFLOAT16 if backend == "pallas" else FLOAT32, L=2, D=192, num_pages=4)
+    rng = np.random.default_rng(4)
+    operands, static = BOUNDED_OPS["norm_rope_store"](rng, draw_batch(rng, shape, "plain"))
+    latents = operands["latents"]
+    latents[0, 0, 3], latents[1, 1, [130, 131]], latents[2, 0, 150] = np.nan, [np.inf, -0.0], -np.inf
+    latents[3, 1, :] = -0.0
+    operands |= {"num_accepted": np.array([1, 2, 1], np.int32), "positions": np.array([0, 5, -1, 99, 7, 3], np.int32)}
+    operands |= {"store_pages": np.array([[1, 1], [-1, 0], [3, 0]], np.int32)}
+    operands |= {"store_offsets": np.array([[2, 0], [1, 3], [1, 3]], np.int32)}
+    static |= {"return_latents": True}
+    case = Case("norm_rope_store", layout, operands, static, shape.dtype.name)
+    pool, returned = run(case, backend, DEVICE)
+    floats = ("latents", "positions", "kv_a_norm", "cos", "sin")
+    alone = Case("norm_rope", "", {name: operands[name] for name in floats}, {"eps": static["eps"]}, case.dtype)
+    (normed,) = run(alone, backend, DEVICE)
+    assert compare(returned, normed)
+    stored = {name: operands[name] for name in ("pool", "num_accepted", "store_pages", "store_offsets")}
+    stored["latents"] = to_numpy(normed)
+    (wanted,) = run(Case("store_prepared", "", stored, {"layout": layout}, case.dtype), "xla", DEVICE)
+    assert compare(pool, wanted)
+    assert np.isnan(to_numpy(pool)).any()
+    changed = (to_numpy(wanted) != operands["pool"]).any(axis=-1)
+    assert changed.sum() == 4 * shape.L, "six tokens, one without a page and one that a later token overwrites"
 
 
 def test_every_exact_op_has_both_kernels():

@@ -348,19 +348,22 @@ def accept_strict(rng: np.random.Generator, batch: Batch) -> Drawn:
 
 def prepare_step(rng: np.random.Generator, batch: Batch) -> Drawn:
     shape = batch.shape
+    drafter, of_noise = noise_block(rng, batch)
+    drafter.pop("bonus")
     return {
         "encoded_offsets": batch.encoded_offsets,
         "accepted_tokens": batch.accepted_tokens,
         "num_accepted": batch.num_accepted,
         "ctx_len": batch.ctx_len,
         "slots": batch.slots,
+        **(drafter if rng.random() < 0.8 else {}),
     }, {
         "pool_idx": 1,
         "divisor": shape.divisor,
         "page_size": shape.page_size,
         "block_size": shape.block_size,
         "max_ctx": batch.max_ctx,
-        "mask_token_id": 3,
+        "mask_token_id": of_noise["mask_token_id"],
         "num_contexts": shape.num_contexts,
         "advance": bool(rng.random() < 0.7),
     }
@@ -427,6 +430,15 @@ def norm_rope(rng: np.random.Generator, batch: Batch) -> Drawn:
     operands, static = context_latents(rng, batch)
     latents = normal(rng, len(operands["positions"]), batch.shape.L, batch.shape.D, dtype=batch.shape.dtype)
     return {"latents": latents, **{name: operands[name] for name in ("positions", "kv_a_norm", "cos", "sin")}}, static
+
+
+def norm_rope_store(rng: np.random.Generator, batch: Batch) -> Drawn:
+    """Latents without the special values that `norm_rope` and `store_prepared` get by themselves."""
+    floats, of_floats = norm_rope(rng, batch)
+    stored, of_store = store_prepared(rng, batch)
+    operands = {"pool": stored.pop("pool"), "latents": floats.pop("latents")}
+    stored.pop("latents")
+    return operands | floats | stored, of_floats | of_store | {"return_latents": bool(rng.random() < 0.5)}
 
 
 def integers_or_normal(rng: np.random.Generator, dtype: Any, exact: bool) -> Callable[..., np.ndarray]:
@@ -544,6 +556,7 @@ PRODUCT_OPS = ("markov_chain", "linear", "head_product")
 
 BOUNDED_OPS: dict[str, Callable[[np.random.Generator, Batch], Drawn]] = {
     "norm_rope": norm_rope,
+    "norm_rope_store": norm_rope_store,
     "context_latents": context_latents,
     "markov_chain": lambda rng, batch: markov_chain(rng, batch, exact=False),
     "linear": lambda rng, batch: linear(rng, batch, exact=False),

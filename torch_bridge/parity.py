@@ -34,6 +34,9 @@ OP_NAMES = tuple(dict.fromkeys([*EXACT_OPS, *BOUNDED_OPS]))
 BACKENDS = ("xla", "pallas", "triton", "torch eager", "torch triton")
 """Every backend; the first is the reference the others are compared with."""
 
+NORM_ROPE_OPS = ("norm_rope", "norm_rope_store")
+"""Bounded ops whose Pallas kernel has Triton's bits on a GPU."""
+
 SLOW_ON_A_CPU = ("pallas", "torch triton")
 """Run in an interpreter there, a second or so per case: with the default backends they get fewer cases."""
 
@@ -90,7 +93,9 @@ def run_jax(case: Case, backend: str) -> tuple[Any, ...]:
 
 
 def flat(result: Any) -> tuple[Any, ...]:
-    """The arrays of an op's result, named tuples inside named tuples included."""
+    """The arrays of an op's result, named tuples inside named tuples included, without what is None."""
+    if result is None:
+        return ()
     return tuple(part for item in result for part in flat(item)) if isinstance(result, tuple) else (result,)
 
 
@@ -226,7 +231,7 @@ def run_parity(
                 results[other] = run(case, other, device)
                 check(case, results[other], reference, row)
             if bounded and device == "cuda":  # one source, one set of bits, whoever launches it
-                for other in ("triton", "pallas") if op == "norm_rope" else ("triton",):
+                for other in ("triton", "pallas") if op in NORM_ROPE_OPS else ("triton",):
                     if other in results and "torch triton" in results:
                         row = kernels.setdefault(other, Row(op, ("torch triton", other)))
                         check(dataclasses.replace(case, bound=None), results[other], results["torch triton"], row)

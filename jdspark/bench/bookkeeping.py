@@ -79,22 +79,18 @@ def bookkeeping(
     prepared = ops.prepare_step(
         ready.inputs.encoded_offsets, accepted_tokens, num_accepted, state.ctx_len, ready.inputs.slots,
         pool_idx=geometry.pool_idx, divisor=geometry.offset_divisor, page_size=geometry.page_size,
-        block_size=config.block_width(scale.K), max_ctx=geometry.max_ctx, mask_token_id=config.mask_token_id, backend=backend,
+        block_size=config.block_width(scale.K), max_ctx=geometry.max_ctx, mask_token_id=config.mask_token_id,
+        embedding=weights.embed_tokens, backend=backend,
     )  # fmt: skip
-    latents = ops.norm_rope(
-        ready.compressed, prepared.prologue.context_positions.reshape(-1), weights.kv_a_layernorm,
-        weights.rope_cos, weights.rope_sin, eps=config.rms_norm_eps, backend=backend,
-    )  # fmt: skip
-    pool = ops.store_prepared(
-        state.pool, latents, num_accepted, prepared.store_pages, prepared.store_offsets, layout=geometry.layout, backend=backend
-    )
-    noise = ops.noise_block(
-        weights.embed_tokens, prepared.prologue.bonus, block_size=config.block_width(scale.K),
-        mask_token_id=config.mask_token_id, backend=backend,
+    pool, _ = ops.norm_rope_store(
+        state.pool, ready.compressed, prepared.prologue.context_positions.reshape(-1), weights.kv_a_layernorm,
+        weights.rope_cos, weights.rope_sin, num_accepted, prepared.store_pages, prepared.store_offsets,
+        eps=config.rms_norm_eps, layout=geometry.layout, backend=backend,
     )  # fmt: skip
     pool = ops.write_block_latents(pool, ready.block_latents, prepared.placement, layout=geometry.layout, backend=backend)
     read: tuple[jax.Array, ...] = (
-        noise, prepared.prologue.bonus, prepared.prologue.query_positions, prepared.placement.page_tables, prepared.advertised
+        prepared.noise, prepared.prologue.bonus, prepared.prologue.query_positions, prepared.placement.page_tables,
+        prepared.advertised,
     )  # fmt: skip
     if acceptance:
         read += (ops.next_tokens(accepted_tokens, num_accepted, ready.inputs.draft_tokens, backend=backend),)

@@ -7,7 +7,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -55,6 +55,8 @@ class Figures:
     """CUDA graphs (XLA: command buffers) that the host launches per step, from the same profile."""
     loose_launches: float | None = None
     """Kernels and copies per step that are not part of one; None if the profile does not tell."""
+    build_s: float | None = None
+    """Seconds that compiling or capturing it and its first call took."""
     error: str = ""
     note: str = ""
 
@@ -63,7 +65,12 @@ class Deadline:
     """A time limit that is asked before each piece of work."""
 
     def __init__(self, seconds: float):
-        self._ends = time.monotonic() + seconds
+        self._began = time.monotonic()
+        self._ends = self._began + seconds
+
+    def passed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
 
     def left(self) -> float:
         """Seconds until it ends, at least 0."""
@@ -87,20 +94,29 @@ def median_seconds(call: Callable[[], Any], rounds: int) -> float:
     return statistics.median(seconds_of(call) for _ in range(rounds))
 
 
-def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12) -> dict[Key, Any]:
-    """Trace each function in turn, compile them side by side; the exception stands in the place of one that failed."""
+def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12, *, first_alone: bool = False) -> dict[Key, Any]:
+    """Trace each function in turn, compile them side by side; the exception stands in the place of one that failed.
 
-    def compiled(lowered: Any) -> Any:
+    Args:
+        first_alone: no other compilation begins before the first one ends: XLA times products on the device to choose among
+            them, and the others find its choices.
+    """
+
+    def compiled(lowered: Any, after: Future[Any] | None) -> Any:
         try:
+            if after is not None:
+                after.result()
             return lowered.compile()
         except Exception as error:
             return error
 
     results: dict[Key, Any] = {}
+    first: Future[Any] | None = None
     with ThreadPoolExecutor(workers) as pool:
         for key, function in lower.items():
             try:
-                results[key] = pool.submit(compiled, function())
+                results[key] = pool.submit(compiled, function(), first)
+                first = results[key] if first_alone and first is None else first
             except Exception as error:
                 results[key] = error
         return {key: result if isinstance(result, Exception) else result.result() for key, result in results.items()}
@@ -113,22 +129,26 @@ def or_raise(compiled: Any) -> Any:
     return compiled
 
 
-def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int) -> dict[str, Figures]:
-    """Build the variants, run them in turn for several rounds, then once more under the profiler.
+def built(function: Callable[[], Variant], figures: Figures) -> Variant | None:
+    """Build a variant and call it once; its build time, note or error go into the figures."""
+    started = time.perf_counter()
+    with _noting(figures):
+        variant = function()
+        variant.wait(variant.run())
+        figures.note, figures.build_s = variant.note, time.perf_counter() - started
+        return variant
+    return None
 
-    A variant that raises, when it is built or when it runs, gets the message in its figures and stops no other.
+
+def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds: int, calls: int, profiled_calls: int) -> None:
+    """Run built variants in turn for several rounds, then once more under the profiler, and fill in their figures.
+
+    A variant that raises gets the message in its figures and stops no other.
 
     Args:
         calls: of each variant in each round, back to back.
         profiled_calls: of each variant under the profiler; 0 leaves the profile out, as on a CPU, where there is none.
     """
-    figures = {name: Figures() for name in build}
-    variants: dict[str, Variant] = {}
-    for name, function in build.items():
-        with _noting(figures[name]):
-            variants[name] = function()
-            variants[name].wait(variants[name].run())
-            figures[name].note = variants[name].note
     wall: dict[str, list[float]] = {name: [] for name in variants}
     device: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
@@ -155,6 +175,13 @@ def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int,
         except Exception as error:  # the times by the clock stand without it
             for name in sound:
                 figures[name].note = f"no profile: {describe(error)}"
+
+
+def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int) -> dict[str, Figures]:
+    """Build all variants, then `in_turn`."""
+    figures = {name: Figures() for name in build}
+    variants = {name: variant for name, function in build.items() if (variant := built(function, figures[name])) is not None}
+    in_turn(variants, figures, rounds=rounds, calls=calls, profiled_calls=profiled_calls)
     return figures
 
 

@@ -110,7 +110,7 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     bandwidth = args.bandwidth or copy_bandwidth(scale.copied_bytes)
     machine = describe_run(scale, on_gpu, bandwidth)
     print(machine["what"], flush=True)
-    rows: list[Row] = []
+    rows: dict[tuple[str, str, int, int], Row] = {}
     shares = {part: share for part, (share, _) in PARTS.items() if part in chosen}
     for number, part in enumerate(shares):
         seconds = deadline.left() * shares[part] / sum(list(shares.values())[number:])  # what a part leaves goes to the rest
@@ -119,15 +119,15 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
         else:
             of_part = guarded(Run(scale, on_gpu, bandwidth, args.seed, Deadline(seconds)), part)
         for row in of_part:
-            rows.append(row)
+            rows[row.key] = row
             if not row.left_out:
                 print(report.line(row), flush=True)
             if args.json is not None:
-                report.write_json(args.json, rows, machine)
-    report.print_tables(rows, machine)
+                report.write_json(args.json, list(rows.values()), machine)
+    report.print_tables(list(rows.values()), machine)
     if args.plot is not None:
-        report.plot(args.plot, rows, machine)
-    return 1 if any(row.figures.error for row in rows) else 0
+        report.plot(args.plot, list(rows.values()), machine)
+    return 1 if any(row.figures.error for row in rows.values()) else 0
 
 
 def end_group(process: subprocess.Popen[str]) -> None:

@@ -54,14 +54,13 @@ def part_bytes(
     output = L * (heads * config.v_head_dim * rank + H * heads * config.v_head_dim)
     of = {
         "accept": Bytes(operands=verified * vocab * 4),
-        # one of each pair of offsets is read, one page number written
-        "prepare": Bytes(operands=B * columns * 2 * BYTES_PER_INT),
+        # one of each pair of offsets is read, one page number written; the noise block
+        "prepare": Bytes(operands=B * columns * 2 * BYTES_PER_INT + itemsize * (B + 1 + block) * H),
         "context projection": Bytes(
             weights=itemsize * (H * config.captured_size + H), operands=itemsize * verified * config.captured_size
         ),
         "context latents": Bytes(weights=itemsize * kv_a),
         "store": Bytes(operands=itemsize * 2 * verified * L * D),
-        "noise block": Bytes(operands=itemsize * (B + 1 + block) * H),
         "query": Bytes(weights=itemsize * query),
         "block latents": Bytes(again=itemsize * kv_a),
         "attention": Bytes(latents=itemsize * B * context * L * D),

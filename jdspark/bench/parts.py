@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..config import Geometry
+from ..config import Geometry, StepOptions
 from ..ops.backends import why_unavailable
 from ..params import DrafterParams
 from ..state import DecodeState
+from ..step import DecodeStep
 from . import bookkeeping, step_parts, whole_step
 from .bookkeeping import BACKENDS, Carried, Ready
-from .clock import Deadline, Figures, Variant, compile_all, describe, measure
+from .clock import Deadline, Figures, Variant, built, compile_all, describe, in_turn, measure
 from .floors import floor_us, step_bytes
 from .scale import Cell, Scale, draw_inputs, filled_state
 from .step_parts import PART_OPS, PartRun, cache_flush, part_backends
@@ -31,6 +32,12 @@ FLUSHED_BYTES = 1 << 30
 
 INTERPRETER = "without a GPU this would time an interpreter"
 NO_TIME = "the time limit was near"
+ONE_CONTEXT = "its launches stay outside of command buffers, whatever the context"
+FIRST_LOOK = "a first look, by itself"
+"""The note of a row that the same row replaces once all variants of its cell have run in turn."""
+
+SMALLEST_FLOOR_US = 0.5
+"""A ratio to less would say nothing."""
 
 Build = dict[str, Callable[[], Variant]]
 
@@ -54,11 +61,20 @@ class Row:
     """What the floor counts, see `part_bytes`."""
     floor_us: float | None = None
     """The time that a copy of these bytes takes, read and written counted, at the bandwidth measured in the same run."""
+    at_s: float | None = None
+    """Seconds since the part began."""
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """What the row is about: of two rows with one key the later one counts."""
+        return self.part, self.name, self.B, self.context
 
     @property
     def ratio(self) -> float | None:
-        """Device time over the floor."""
-        return self.figures.device_us / self.floor_us if self.floor_us and self.figures.device_us else None
+        """Device time over the floor; None for a floor of next to nothing."""
+        if self.figures.device_us is None or self.floor_us is None or self.floor_us < SMALLEST_FLOOR_US:
+            return None
+        return self.figures.device_us / self.floor_us
 
     def to_json(self) -> dict[str, Any]:
         """All fields in one flat object."""
@@ -95,12 +111,14 @@ class Run:
         """For the operands of a cell."""
         return np.random.default_rng([self.seed, *cell])
 
-    def measured(self, part: str, cell: Cell, columns: int, build: Build, left_out: dict[str, str]) -> Iterator[Row]:
-        """Rows of one cell: what is measured, then what is not."""
+    def measured(
+        self, part: str, cell: Cell, columns: int, build: Build, left_out: dict[str, str], *, calls: int
+    ) -> Iterator[Row]:
+        """Rows of one cell: what is measured, with so many calls of each variant back to back, then what is not."""
         scale = self.scale
-        figures = measure(build, rounds=scale.rounds, calls=scale.calls, profiled_calls=scale.profiled_calls)
+        figures = measure(build, rounds=scale.rounds, calls=calls, profiled_calls=scale.profiled_calls)
         for name, of_variant in figures.items():
-            yield Row(part, name, *cell, columns, of_variant)
+            yield Row(part, name, *cell, columns, of_variant, at_s=self.deadline.passed())
         yield from unmeasured(part, cell, columns, left_out)
 
     def with_floor(self, row: Row, moved: int) -> Row:
@@ -152,7 +170,7 @@ class Bookkeeping:
     def __init__(self, run: Run, cells: Sequence[Cell], *, acceptance: bool):
         self.run, self.acceptance, self.side = run, acceptance, torch_side()
         scale = run.scale
-        params = scale.drafter(run.seed)
+        params = bookkeeping_params(scale, run.seed)
         longest = Cell(max(cell.B for cell in cells), max(cell.context for cell in cells))
         state = filled_state(scale, scale.geometry(longest, scale.bookkeeping_pages))
         self.weights = bookkeeping.weights_of(params, state)
@@ -160,7 +178,7 @@ class Bookkeeping:
         self.torch_params: Any = None
         self.torch_state: Any = None
         if self.side is not None:
-            self.torch_params = self.side.as_shared(bookkeeping_params(params))
+            self.torch_params = self.side.as_shared(params)
             self.torch_state = self.side.torch_state(state)
         self.carried = Carried(state)
 
@@ -195,10 +213,15 @@ class Bookkeeping:
         return build
 
 
-def bookkeeping_params(params: DrafterParams) -> DrafterParams:
-    """The weights without those that the bookkeeping does not read."""
-    nothing: Any = None
-    return dataclasses.replace(params, fc=None, kv_a_proj=nothing, layers=(), markov_w1=None, markov_w2=None, lm_head=None)
+def bookkeeping_params(scale: Scale, seed: int) -> DrafterParams:
+    """Random weights of what the bookkeeping reads, None for all others: drawing those takes longer than a measurement."""
+    shapes = jax.eval_shape(functools.partial(scale.drafter, seed))
+    embed_tokens, kv_a_layernorm = (
+        jax.random.normal(jax.random.key(seed + number), x.shape, x.dtype)
+        for number, x in enumerate((shapes.embed_tokens, shapes.kv_a_layernorm))
+    )
+    nothing = jax.tree.map(lambda _: None, shapes)
+    return dataclasses.replace(nothing, embed_tokens=embed_tokens, kv_a_layernorm=kv_a_layernorm)
 
 
 def bookkeeping_rows(
@@ -215,13 +238,19 @@ def bookkeeping_rows(
     torch_names = () if side is None else ("torch eager", side.COMPILED) if compiled_torch else side.BOOKKEEPING
     left_out = {name: reason for name in torch_names if (reason := side.unavailable(name))}
     left_out |= {name: reason for name in jax_names if (reason := run.unavailable(BACKENDS[name]))}
+
+    def elsewhere(cell: Cell) -> dict[str, str]:
+        return {"jax triton": ONE_CONTEXT} if "jax triton" in jax_names and cell.context != cells[0].context else {}
+
     work = Bookkeeping(run, cells, acceptance=acceptance)
     pace = Pace(run.deadline)
-    for group in itertools.batched(cells, 6):  # compiled side by side
+    for group in itertools.batched(cells, 3):  # compiled side by side
         columns = {cell: work.geometry(cell).max_blocks_per_seq for cell in group}
         if not pace.fits():
             for cell in group:
-                yield from unmeasured(part, cell, columns[cell], no_time([*torch_names, *jax_names], left_out))
+                yield from unmeasured(
+                    part, cell, columns[cell], no_time([*torch_names, *jax_names], elsewhere(cell) | left_out)
+                )
             continue
         sets = {cell: draw_sets(run, cell, work.geometry(cell)) for cell in group}
         compiled = compile_all(
@@ -229,13 +258,16 @@ def bookkeeping_rows(
                 (cell, name): work.lowering(cell, BACKENDS[name], sets[cell])
                 for cell in group
                 for name in jax_names
-                if name not in left_out
+                if name not in left_out | elsewhere(cell)
             }
         )
         for cell in group:
             of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
             build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
-            yield from run.measured(part, cell, columns[cell], build, left_out)
+            # a call is hundreds of steps
+            yield from run.measured(
+                part, cell, columns[cell], build, elsewhere(cell) | left_out, calls=max(2, run.scale.calls // 4)
+            )
             del build
             forget(side)
 
@@ -247,53 +279,116 @@ def draw_sets(run: Run, cell: Cell, geometry: Geometry) -> list[Ready]:
 
 
 def step_rows(run: Run) -> Iterator[Row]:
-    """Rows of the whole step, in a pool of the cell's own size: every context page is read."""
+    """Rows of the whole step, in a pool of the cell's own size: every context page is read.
+
+    Each variant is measured as soon as it is there, and again in turn with the others of its cell when all are. The other
+    combinations of switches come last.
+    """
     scale, side = run.scale, torch_side()
     params = scale.drafter(run.seed)
     torch_params = None if side is None else side.as_shared(params)
-    pace = Pace(run.deadline)
-    for cell in scale.step:
-        every, geometry = cell in scale.every_step, scale.geometry(cell)
-        columns = geometry.max_blocks_per_seq
-        options = whole_step.step_options(every)
-        torch_names = () if side is None else tuple(side.STEPS) if every else side.MAIN_STEPS
-        left_out = {name: reason for name in torch_names if (reason := side.unavailable(name))}
+    took: dict[str, float] = {}  # seconds, by variant, at the last cell
+    of_torch: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+    if side is not None:
+        of_torch = {True: side.MAIN_STEPS, False: tuple(name for name in side.STEPS if name not in side.MAIN_STEPS)}
+    for cell, main in [*((cell, True) for cell in scale.step), *((cell, False) for cell in scale.every_step)]:
+        options = whole_step.MAIN if main else whole_step.OTHERS
+        left_out = {name: reason for name in of_torch[main] if (reason := side.unavailable(name))}
         for name, of_name in options.items():
             for backend in whole_step.backends_of(of_name):
                 if reason := run.unavailable(backend):
                     left_out[name] = reason
-        if not pace.fits():
-            yield from unmeasured("step", cell, columns, no_time([*torch_names, *options], left_out))
+        geometry = scale.geometry(cell)
+        names = [*of_torch[main], *options]
+        if run.deadline.left() <= min(took.get(name, 0.0) for name in names):
+            yield from unmeasured("step", cell, geometry.max_blocks_per_seq, no_time(names, left_out))
             continue
-        rng = run.rng(cell)
-        sets = [draw_inputs(rng, scale, geometry, cell.B) for _ in range(scale.sets)]
-        carried = Carried(filled_state(scale, geometry))
-        build: Build = {}
-        if side is not None:
-            of_torch = side.torch_state(carried.state)
-            for name in torch_names:
-                if name not in left_out:
-                    build[name] = functools.partial(side.step_variant, name, torch_params, of_torch, side.as_shared(sets))
-            del of_torch
-        steps = {name: whole_step.make_step(scale, geometry, of) for name, of in options.items() if name not in left_out}
-        lower: dict[tuple[str, bool], Callable[[], Any]] = {
-            (name, False): functools.partial(step.lower, params, carried.state, sets[0]) for name, step in steps.items()
-        }
-        if scale.step_loop:
-            for name in steps:
-                lower[name, True] = functools.partial(
-                    whole_step.lowered_loop, scale, options[name], params, carried.state, sets[0]
-                )
-        warm = compile_all(lower, workers=1)  # alone on the GPU, where XLA times products to choose among them
-        for name, step in steps.items():
-            build[name] = functools.partial(
-                whole_step.variant, warm[name, False], warm.get((name, True)), scale, step, params, carried, sets
-            )
-        moved = step_bytes(step_parts.bytes_of(scale, geometry, cell.B))
-        for row in run.measured("step", cell, columns, build, left_out):
-            yield run.with_floor(row, moved)
-        del build, carried, steps, warm, sets
+        work = StepCell(run, cell, geometry, params, torch_params)
+        build = work.build([name for name in names if name not in left_out])
+        for row in itertools.chain(work.rows(build, took), unmeasured("step", cell, geometry.max_blocks_per_seq, left_out)):
+            yield run.with_floor(row, work.floor_bytes)
+        del build, work
         forget(side)
+
+
+class StepCell:
+    """The whole step at one cell: its operands, its variants and their rows."""
+
+    def __init__(self, run: Run, cell: Cell, geometry: Geometry, params: DrafterParams, torch_params: Any):
+        self.run, self.cell, self.geometry, self.params, self.torch_params = run, cell, geometry, params, torch_params
+        rng = run.rng(cell)
+        self.sets = [draw_inputs(rng, run.scale, geometry, cell.B) for _ in range(run.scale.sets)]
+        self.carried = Carried(filled_state(run.scale, geometry))
+        self.floor_bytes = step_bytes(step_parts.bytes_of(run.scale, geometry, cell.B))
+
+    def build(self, names: Sequence[str]) -> Build:
+        """The variants; JAX's are compiled side by side when the first of them is built."""
+        options = whole_step.MAIN | whole_step.OTHERS
+        torch_names = [name for name in names if name not in options]
+        build: Build = {}
+        if torch_names:
+            side = torch_side()
+            state, sets = side.torch_state(self.carried.state), side.as_shared(self.sets)
+            for name in torch_names:
+                build[name] = functools.partial(side.step_variant, name, self.torch_params, state, sets)
+        jax_names = [name for name in names if name in options]
+        steps = {name: whole_step.make_step(self.run.scale, self.geometry, options[name]) for name in jax_names}
+        lowering = {name: self.lowering(step, options[name]) for name, step in steps.items()}
+
+        @functools.cache
+        def compiled() -> dict[tuple[str, bool], Any]:
+            lower = {(name, loop): function for name, of in lowering.items() for loop, function in of.items()}
+            return compile_all(lower, first_alone=True)
+
+        def variant(name: str) -> Variant:
+            of = compiled()
+            return whole_step.variant(
+                of[name, False], of.get((name, True)), self.run.scale, steps[name], self.params, self.carried, self.sets
+            )
+
+        return build | {name: functools.partial(variant, name) for name in jax_names}
+
+    def lowering(self, step: DecodeStep, options: StepOptions) -> dict[bool, Callable[[], Any]]:
+        """Traces the loop of steps (True), where there is one, and the step (False)."""
+        scale, inputs = self.run.scale, self.sets[0]
+
+        def loop() -> Any:
+            return whole_step.lowered_loop(scale, options, self.params, self.carried.state, inputs)
+
+        def lower() -> Any:
+            return step.lower(self.params, self.carried.state, inputs)
+
+        return {True: loop, False: lower} if scale.step_loop else {False: lower}
+
+    def rows(self, build: Build, took: dict[str, float]) -> Iterator[Row]:
+        """Each variant as it comes, then all of them in turn. `took` has the seconds that each took at the last cell."""
+        scale, figures, variants = self.run.scale, {}, {}
+
+        def row(name: str, **fields: Any) -> Row:
+            at_s = self.run.deadline.passed()
+            return Row("step", name, *self.cell, self.geometry.max_blocks_per_seq, at_s=at_s, **fields)
+
+        late = False
+        for name, function in build.items():
+            began = self.run.deadline.passed()
+            late |= self.run.deadline.left() <= took.get(name, 0.0)
+            if late:  # for the others as well: the first of JAX's has all of them compiled
+                yield row(name, left_out=NO_TIME)
+                continue
+            figures[name] = Figures()
+            variant = built(function, figures[name])
+            if variant is None:
+                yield row(name, figures=figures[name])
+                continue
+            variants[name] = variant
+            in_turn({name: variant}, figures, rounds=min(3, scale.rounds), calls=scale.calls, profiled_calls=0)
+            took[name] = self.run.deadline.passed() - began
+            note = "; ".join(filter(None, [figures[name].note, FIRST_LOOK]))
+            yield row(name, figures=dataclasses.replace(figures[name], note=note))
+        variants = {name: variant for name, variant in variants.items() if not figures[name].error}
+        in_turn(variants, figures, rounds=scale.rounds, calls=scale.calls, profiled_calls=scale.profiled_calls)
+        for name in variants:
+            yield row(name, figures=figures[name])
 
 
 def part_rows(run: Run) -> Iterator[Row]:
@@ -323,7 +418,7 @@ def part_rows(run: Run) -> Iterator[Row]:
             workers=1,
         )
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
-        for row in run.measured("part", cell, columns, build, left_out):
+        for row in run.measured("part", cell, columns, build, left_out, calls=scale.calls):
             if flush is not None:  # the host's clock saw the flush, too
                 row.figures.wall_us = None
             yield run.with_floor(row, moved[names[row.name][0]].total)

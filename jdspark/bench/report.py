@@ -27,13 +27,19 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "wall us": lambda row: number(row.figures.wall_us),
     "MB": lambda row: "" if row.bytes is None else f"{row.bytes / 1e6:.2f}",
     "floor us": lambda row: number(row.floor_us),
-    "ratio": lambda row: number(row.ratio, 2),
+    "ratio": lambda row: ratio(row),
 }
 
 
 def number(value: float | None, digits: int = 1) -> str:
     """A figure for a table, empty if there is none."""
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def ratio(row: Row) -> str:
+    """Device time over the floor; a dash where the floor is next to nothing."""
+    measured = row.floor_us is not None and row.figures.device_us is not None
+    return "-" if measured and row.ratio is None else number(row.ratio, 2)
 
 
 def line(row: Row) -> str:
@@ -44,6 +50,8 @@ def line(row: Row) -> str:
     return (
         f"{size}: "
         + ", ".join(f"{name} {value}" for name, value in shown(row).items())
+        + (f"; built in {row.figures.build_s:.1f} s" if row.figures.build_s is not None else "")
+        + (f"; at {row.at_s:.1f} s" if row.at_s is not None else "")
         + (f" ({row.figures.note})" if row.figures.note else "")
     )
 

@@ -14,6 +14,7 @@ from .. import ops
 from ..config import Geometry
 from ..drafter import absorbed_query, draft_logits, mlp
 from ..ops.backends import FloatBackends, has_kernel
+from ..ops.context_latents import stacked_product
 from ..ops.rope import at_positions
 from ..params import DrafterParams
 from ..rope import softmax_scale
@@ -26,9 +27,8 @@ PART_OPS: dict[str, tuple[str, ...]] = {
     "accept": ("accept_strict",),
     "prepare": ("prepare_step",),
     "context projection": ("linear", "rms_norm"),
-    "context latents": ("linear", "norm_rope"),
-    "store": ("store_prepared",),
-    "noise block": ("noise_block",),
+    "context latents": ("linear",),
+    "store": ("norm_rope_store",),
     "query": ("rms_norm", "linear", "head_product", "rope"),
     "block latents": ("linear", "norm_rope"),
     "attention": ("block_attention",),
@@ -39,7 +39,7 @@ PART_OPS: dict[str, tuple[str, ...]] = {
     "block write": ("write_block_latents",),
     "next tokens": ("next_tokens",),
 }
-"""The ops of each part, in the step's order."""
+"""The ops of each part, in the step's order. `prepare` makes the noise block, `store` norms and rotates."""
 
 
 def part_backends(part: str) -> list[str]:
@@ -63,7 +63,7 @@ class PartOperands:
     projected: jax.Array
     """`[B*(K+1), H]`"""
     latents: jax.Array
-    """`[B*(K+1), L, D]`"""
+    """`[B*(K+1), L, D]`, before norm and rope."""
     block_latents: jax.Array
     """`[L, B, block, D]`"""
     query: jax.Array
@@ -79,7 +79,7 @@ def _prepare(operands: PartOperands, scale: Scale, geometry: Geometry, backend: 
         operands.inputs.encoded_offsets, operands.accepted_tokens, operands.num_accepted, operands.state.ctx_len,
         operands.inputs.slots, pool_idx=geometry.pool_idx, divisor=geometry.offset_divisor, page_size=geometry.page_size,
         block_size=scale.config.block_width(scale.K), max_ctx=geometry.max_ctx, mask_token_id=scale.config.mask_token_id,
-        backend=backend,
+        embedding=operands.params.embed_tokens, backend=backend,
     )  # fmt: skip
 
 
@@ -145,22 +145,15 @@ def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> 
         return ops.rms_norm(projected, o.params.hidden_norm, eps, backend=floats.rms_norm)
 
     def context_latents(o: PartOperands) -> Any:
-        return ops.context_latents(
-            o.projected, o.prepared.prologue.context_positions.reshape(-1), o.params.kv_a_proj, o.params.kv_a_layernorm,
-            o.state.rope_cos, o.state.rope_sin, eps=eps, backend=floats.norm_rope,
-        )  # fmt: skip
+        return stacked_product(o.projected, o.params.kv_a_proj, backend=floats.linear)
 
     def store(o: PartOperands) -> Any:
-        return ops.store_prepared(
-            o.state.pool, o.latents, o.num_accepted, o.prepared.store_pages, o.prepared.store_offsets,
-            layout=geometry.layout, backend=backend,
+        pool, _ = ops.norm_rope_store(
+            o.state.pool, o.latents, o.prepared.prologue.context_positions.reshape(-1), o.params.kv_a_layernorm,
+            o.state.rope_cos, o.state.rope_sin, o.num_accepted, o.prepared.store_pages, o.prepared.store_offsets,
+            eps=eps, layout=geometry.layout, backend=backend,
         )  # fmt: skip
-
-    def noise_block(o: PartOperands) -> Any:
-        return ops.noise_block(
-            o.params.embed_tokens, o.prepared.prologue.bonus, block_size=config.block_width(K),
-            mask_token_id=config.mask_token_id, backend=backend,
-        )  # fmt: skip
+        return pool
 
     def query(o: PartOperands) -> Any:
         positions = o.prepared.prologue.query_positions
@@ -236,7 +229,6 @@ def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> 
         "context projection": context_projection,
         "context latents": context_latents,
         "store": store,
-        "noise block": noise_block,
         "query": query,
         "block latents": block_latents,
         "attention": attention,

@@ -36,11 +36,6 @@ OTHERS: dict[str, StepOptions] = {
 """The other combinations."""
 
 
-def step_options(every: bool) -> dict[str, StepOptions]:
-    """The options to measure, by name."""
-    return MAIN | OTHERS if every else MAIN
-
-
 def backends_of(options: StepOptions) -> list[str]:
     """The backends that these options name."""
     return [str(backend) for backend in (options.backend, options.float_backend) if backend not in ("auto", None)]

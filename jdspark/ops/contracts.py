@@ -271,12 +271,18 @@ def prepare_step(
     max_ctx: int,
     mask_token_id: int,
     num_contexts: int,
+    embedding: Any,
+    mask_row: Any,
 ) -> None:
     gen_prologue(accepted_tokens, num_accepted, ctx_len, slots, block_size, max_ctx, mask_token_id)
     expect_number("prepare_step", "num_contexts", num_contexts, 0)
     refresh_block_tables(encoded_offsets, pool_idx, num_contexts + slots.shape[0], divisor)
     expect_number("prepare_step", "the width max_blocks of encoded_offsets", encoded_offsets.shape[3], 1)
     expect_number("prepare_step", "page_size", page_size, 1)
+    if embedding is not None:
+        noise_block(embedding, num_accepted, block_size, mask_token_id, mask_row)  # one bonus token each, an integer like these
+    elif mask_row is not None:
+        raise ValueError("prepare_step: mask_row is there and embedding is None; the noise block needs both, or neither")
 
 
 def store_prepared(pool: Any, latents: Any, num_accepted: Any, store_pages: Any, store_offsets: Any, layout: Layout) -> None:

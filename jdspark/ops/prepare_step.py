@@ -11,13 +11,15 @@ from .backends import kernel
 from .block_placement import BlockPlacement, block_placement
 from .checks import Array
 from .gen_prologue import Prologue, gen_prologue
+from .noise_block import noise_block
 from .refresh_block_tables import refresh_block_tables
 from .safety import gen_slice
 from .store_gen_context import store_destinations
 
 
 class PreparedStep(NamedTuple):
-    """All that a decode step knows about its gen requests before it touches the pool; int32 but for `placement.upper`."""
+    """All that a decode step knows about its gen requests before it touches the pool; int32 but for `placement.upper`
+    and `noise`."""
 
     block_tables: Array
     """`[num_contexts + B, max_blocks]`"""
@@ -34,6 +36,8 @@ class PreparedStep(NamedTuple):
     advertised: Array
     """`[B]`"""
     placement: BlockPlacement
+    noise: Array = None
+    """`[B, block_size, H]` in the embedding's dtype: the drafter's input; None without an embedding."""
 
 
 def prepare_step(
@@ -51,30 +55,35 @@ def prepare_step(
     mask_token_id: int,
     num_contexts: int = 0,
     advance: bool = True,
+    embedding: jax.Array | None = None,
+    mask_row: jax.Array | None = None,
     backend: str = "xla",
 ) -> PreparedStep:
-    """The bookkeeping of a step in one op: page tables, prologue, the store's destinations, lengths, block placement.
+    """The bookkeeping of a step in one op: page tables, prologue, the store's destinations, lengths, block placement,
+    and with an `embedding` the noise block.
 
-    Each part is the op of its name; fused backends launch one kernel. Latents follow with `store_prepared`.
+    Each part is the op of its name; fused backends launch one kernel. Latents follow with `store_prepared` or
+    `norm_rope_store`.
 
     Args:
         encoded_offsets: `[pools, seqs, 2, max_blocks]` int32, `num_contexts` context rows first.
         accepted_tokens, num_accepted, slots: gen rows only, `[B, K+1]`, `[B]`, `[B]` int32.
         ctx_len: `[max_batch + 1]` int32, before this step's advance.
         advance: False leaves `ctx_len` alone and advertises its lengths as they are: a step that stores no context. Static.
+        embedding, mask_row: of `noise_block`; None for a step that drafts nothing.
 
     Raises:
         TypeError, ValueError: as the ops it is made of.
     """
     contracts.prepare_step(
         encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
-        pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts,
+        pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts, embedding, mask_row,
     )  # fmt: skip
     if backend != "xla":
         return kernel("prepare_step", backend)(
             encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
             pool_idx=pool_idx, divisor=divisor, page_size=page_size, block_size=block_size, max_ctx=max_ctx,
-            mask_token_id=mask_token_id, num_contexts=num_contexts, advance=advance,
+            mask_token_id=mask_token_id, num_contexts=num_contexts, advance=advance, embedding=embedding, mask_row=mask_row,
         )  # fmt: skip
 
     num_gen, width = accepted_tokens.shape
@@ -105,4 +114,7 @@ def prepare_step(
         block_counts=block_counts,
     )
     store_pages = jnp.where(overwritten, -1, pages)
-    return PreparedStep(block_tables, block_counts, prologue, store_pages, offsets, ctx_len, advertised, placement)
+    noise = None
+    if embedding is not None:
+        noise = noise_block(embedding, prologue.bonus, block_size=block_size, mask_token_id=mask_token_id, mask_row=mask_row)
+    return PreparedStep(block_tables, block_counts, prologue, store_pages, offsets, ctx_len, advertised, placement, noise)

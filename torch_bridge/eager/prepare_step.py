@@ -7,6 +7,7 @@ from jdspark.ops import PreparedStep, contracts
 from .advance_ctx_len import advance_ctx_len, advertised_ctx_len
 from .block_placement import block_placement
 from .gen_prologue import gen_prologue
+from .noise_block import noise_block
 from .refresh_block_tables import refresh_block_tables
 from .store_gen_context import store_destinations
 
@@ -26,11 +27,13 @@ def prepare_step(
     mask_token_id: int,
     num_contexts: int = 0,
     advance: bool = True,
+    embedding: torch.Tensor | None = None,
+    mask_row: torch.Tensor | None = None,
 ) -> PreparedStep:
     """A step's bookkeeping as the chain of its ops, `ctx_len` advanced in place; see `jdspark.ops.prepare_step`."""
     contracts.prepare_step(
         encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
-        pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts,
+        pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts, embedding, mask_row,
     )  # fmt: skip
     num_gen, width = accepted_tokens.shape
     block_tables, block_counts = refresh_block_tables(
@@ -59,4 +62,7 @@ def prepare_step(
         block_counts=block_counts,
     )
     store_pages = torch.where(overwritten, -1, pages)
-    return PreparedStep(block_tables, block_counts, prologue, store_pages, offsets, ctx_len, advertised, placement)
+    noise = None
+    if embedding is not None:
+        noise = noise_block(embedding, prologue.bonus, block_size=block_size, mask_token_id=mask_token_id, mask_row=mask_row)
+    return PreparedStep(block_tables, block_counts, prologue, store_pages, offsets, ctx_len, advertised, placement, noise)

@@ -18,6 +18,7 @@ from .markov_chain import markov_chain
 from .next_tokens import next_tokens
 from .noise_block import noise_block
 from .norm_rope import norm_rope
+from .norm_rope_store import norm_rope_store
 from .prepare_step import prepare_step
 from .refresh_block_tables import refresh_block_tables
 from .rms_norm import rms_norm
@@ -44,6 +45,7 @@ __all__ = [
     "next_tokens",
     "noise_block",
     "norm_rope",
+    "norm_rope_store",
     "prepare_step",
     "refresh_block_tables",
     "rms_norm",

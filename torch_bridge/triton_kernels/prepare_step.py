@@ -13,6 +13,7 @@ from jdspark.ops import BlockPlacement, PreparedStep, Prologue, contracts
 from .advance_ctx_len import advanced_length, advertised_length
 from .latent_pool import overwrites
 from .launching import Launch, launch_in_jax, launch_in_torch, power_of_2, strides
+from .noise_block import noise_block, noise_block_in_jax
 from .safety import clip, floor_remainder, safe_slots
 from .store_gen_context import context_column
 
@@ -231,10 +232,12 @@ def prepare_step(
     mask_token_id: int,
     num_contexts: int = 0,
     advance: bool = True,
+    embedding: torch.Tensor | None = None,
+    mask_row: torch.Tensor | None = None,
 ) -> PreparedStep:
     """A step's bookkeeping, `ctx_len` advanced in place; see `jdspark.ops.prepare_step`.
 
-    One launch, behind one that zeroes the counter of the programs which have read `ctx_len`.
+    One launch, behind one that zeroes the counter of the programs which have read `ctx_len`; one more for the noise block.
     """
     import torch
 
@@ -242,11 +245,14 @@ def prepare_step(
 
     contracts.prepare_step(
         encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
-        pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts,
+        pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts, embedding, mask_row,
     )  # fmt: skip
     static = _Static(pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts, advance)
     if slots.shape[0] == 0:  # nothing to fuse
-        return eager.prepare_step(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, **static._asdict())
+        return eager.prepare_step(
+            encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
+            **static._asdict(), embedding=embedding, mask_row=mask_row,
+        )  # fmt: skip
     launch = _launch(encoded_offsets, accepted_tokens, ctx_len, static, in_place=True)
     shapes = _output_shapes(encoded_offsets, accepted_tokens, ctx_len, num_contexts, block_size)
     out = {
@@ -256,7 +262,13 @@ def prepare_step(
     arrivals = ctx_len.new_zeros(1, dtype=torch.int32) if advance else slots
     inputs = [encoded_offsets, accepted_tokens, num_accepted.contiguous(), ctx_len, slots.contiguous(), arrivals]
     launch_in_torch(prepare_step_kernel, [*inputs, *out.values()], launch)
-    return _gathered(out, num_contexts)
+    prepared = _gathered(out, num_contexts)
+    if embedding is None:
+        return prepared
+    bonus = prepared.prologue.bonus
+    return prepared._replace(
+        noise=noise_block(embedding, bonus, block_size=block_size, mask_token_id=mask_token_id, mask_row=mask_row)
+    )
 
 
 def prepare_step_in_jax(
@@ -274,12 +286,17 @@ def prepare_step_in_jax(
     mask_token_id: int,
     num_contexts: int = 0,
     advance: bool = True,
+    embedding: jax.Array | None = None,
+    mask_row: jax.Array | None = None,
 ) -> PreparedStep:
     """See `jdspark.ops.prepare_step`; the new `ctx_len` is an array of its own, so no program waits for another."""
     inputs = [jnp.asarray(x) for x in (encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots)]
     static = _Static(pool_idx, divisor, page_size, block_size, max_ctx, mask_token_id, num_contexts, advance)
     if slots.shape[0] == 0:  # nothing to fuse
-        return ops.prepare_step(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, **static._asdict())
+        return ops.prepare_step(
+            encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots,
+            **static._asdict(), embedding=embedding, mask_row=mask_row,
+        )  # fmt: skip
     launch = _launch(encoded_offsets, accepted_tokens, ctx_len, static, in_place=False)
     shapes = _output_shapes(encoded_offsets, accepted_tokens, ctx_len, num_contexts, block_size)
     outputs = [jax.ShapeDtypeStruct(shape, jnp.bool_ if name == "upper" else jnp.int32) for name, shape in shapes.items()]
@@ -287,4 +304,10 @@ def prepare_step_in_jax(
     out = dict(zip(shapes, launch_in_jax(prepare_step_kernel, [*inputs, arrivals], outputs, launch), strict=True))
     if not advance:
         out["ctx_len"] = inputs[3]
-    return _gathered(out, num_contexts)
+    prepared = _gathered(out, num_contexts)
+    if embedding is None:
+        return prepared
+    bonus = prepared.prologue.bonus
+    return prepared._replace(
+        noise=noise_block_in_jax(embedding, bonus, block_size=block_size, mask_token_id=mask_token_id, mask_row=mask_row)
+    )
