@@ -8,13 +8,28 @@ import jax
 import jax.numpy as jnp
 
 from .config import DrafterConfig, Geometry
-from .ops import block_attention, context_latents, head_product, linear, norm_rope, rms_norm, rope, swiglu
+from .ops import block_attention, head_product, linear, norm_rope, rms_norm, rope, swiglu
 from .ops.backends import ALL_XLA, FloatBackends
 from .ops.block_placement import BlockPlacement
+from .ops.context_latents import stacked_product
 from .ops.rope import at_positions
 from .ops.safety import safe_tokens
 from .params import DrafterParams, LayerParams
 from .rope import softmax_scale
+
+
+def compress_context(
+    params: DrafterParams, config: DrafterConfig, captured: jax.Array, *, backends: FloatBackends = ALL_XLA
+) -> jax.Array:
+    """`hidden_norm(fc(captured))` times every layer's `kv_a_proj`, before norm and rope: `[N, T*H_t]` -> `[N, L, D]`.
+
+    It reads the captured hidden states and weights, nothing that a step's acceptance decides.
+    """
+    assert params.fc is not None
+    assert params.hidden_norm is not None
+    projected = linear(captured, params.fc, backend=backends.linear)
+    projected = rms_norm(projected, params.hidden_norm, config.rms_norm_eps, backend=backends.rms_norm)
+    return stacked_product(projected, params.kv_a_proj, backend=backends.linear)
 
 
 def project_context(
@@ -27,16 +42,11 @@ def project_context(
     *,
     backends: FloatBackends = ALL_XLA,
 ) -> jax.Array:
-    """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, T*H_t]`, `[N]` -> `[N, L, D]`."""
-    assert params.fc is not None
-    assert params.hidden_norm is not None
-    eps = config.rms_norm_eps
-    projected = linear(captured, params.fc, backend=backends.linear)
-    projected = rms_norm(projected, params.hidden_norm, eps, backend=backends.rms_norm)
-    return context_latents(
-        projected, positions, params.kv_a_proj, params.kv_a_layernorm, rope_cos, rope_sin, eps=eps,
-        backend=backends.norm_rope,
-    )  # fmt: skip
+    """`compress_context`, then norm and rope: every layer's latent, `[N, T*H_t]`, `[N]` -> `[N, L, D]`."""
+    compressed = compress_context(params, config, captured, backends=backends)
+    return norm_rope(
+        compressed, positions, params.kv_a_layernorm, rope_cos, rope_sin, eps=config.rms_norm_eps, backend=backends.norm_rope
+    )
 
 
 def absorbed_query(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -33,8 +34,6 @@ SAMPLING_OPS = {"accept_strict": "accept_sampled", "markov_chain": "sampled_chai
 
 INEXACT_OPS = FloatBackends._fields
 """Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
-
-NO_OVERLAP = "the context projection has no side path yet, it runs behind accept_strict with the same bits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +108,48 @@ def choose_path(
     return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
 
 
+def why_no_overlap(options: StepOptions, num_contexts: int = 0) -> str | None:
+    """Why a step's context projection stays behind its acceptance, in JAX and in the twin; None if it runs beside it."""
+    if not options.overlap_context_projection:
+        return "overlap_context_projection is off"
+    if not options.fused_prologue:
+        return "fused_prologue is off, and the plain store would drop an early projection and compute it again"
+    if num_contexts:
+        return "the batch has context rows"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapMechanism:
+    """How a compiled step runs its context projection beside its acceptance on this machine."""
+
+    name: str
+    why: str
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What `jax.jit` is given for a step that overlaps."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})"
+
+
+def overlap_mechanism() -> OverlapMechanism:
+    """The mechanism for the platform that JAX runs on."""
+    platform = jax.default_backend()
+    if platform == "gpu":
+        return OverlapMechanism(
+            "concurrent command buffers",
+            "a step is one CUDA graph whose edges are then its data dependences; what XLA launches outside of it, as all Triton"
+            " kernels, overlaps nothing",
+            {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+        )
+    return OverlapMechanism("none", f"JAX runs on {platform}: the two parts are unordered, and XLA decides")
+
+
+def step_compiler_options(options: StepOptions, num_contexts: int = 0) -> dict[str, str] | None:
+    """What a jitted step has to be compiled with; None for XLA's defaults."""
+    return None if why_no_overlap(options, num_contexts) else dict(overlap_mechanism().compiler_options)
+
+
 def step_paths(params: DrafterParams, options: StepOptions, B: int, attention: AttentionShape | None = None) -> dict[str, Path]:
     """The path of every op of a step with `B` gen rows; the log says once what does not run where it was asked to."""
     mask_row = params.mask_token_embedding
@@ -123,8 +164,8 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, attention: A
         )
         for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }
-    if options.overlap_context_projection:
-        _log_once(f"overlap_context_projection is on, but not taken: {NO_OVERLAP}")
+    if options.overlap_context_projection and (why_not := why_no_overlap(options)):
+        _log_once(f"overlap_context_projection is on, but not taken: {why_not}")
     plain: dict[str, list[str]] = {}
     for op, path in paths.items():
         if options.fused_prologue and op in FUSED_PROLOGUE_OPS and path.backend == "xla":

@@ -11,14 +11,14 @@ from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
-from .drafter import confidence_logits, draft_block, draft_logits, draft_slots, project_context
+from .drafter import compress_context, confidence_logits, draft_block, draft_logits, draft_slots
 from .ops import contracts
 from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
 from .ops.block_attention import AttentionShape
 from .ops.checks import FLOATS, INTEGERS, expect
 from .params import Array, DrafterParams
-from .paths import NO_OVERLAP, step_paths
+from .paths import overlap_mechanism, step_compiler_options, step_paths, why_no_overlap
 from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, pinned_jit, split
 
 
@@ -119,9 +119,13 @@ def decode_step(
         )
     if advances_force_counter(options.force, K):
         force_counter = force_counter + 1
+    stores_context = inputs.captured is not None and params.fc is not None and B > 0
+    captured = inputs.captured
+    if stores_context and why_no_overlap(options, num_contexts):
+        # the projection has no other dependence on the acceptance: this is what orders it behind it
+        accepted_tokens, num_accepted, captured = jax.lax.optimization_barrier((accepted_tokens, num_accepted, captured))
     gen_num_accepted = num_accepted[num_contexts:]
 
-    stores_context = inputs.captured is not None and params.fc is not None and B > 0
     prepared = ops.prepare_step(
         inputs.encoded_offsets,
         accepted_tokens[num_contexts:],
@@ -140,14 +144,14 @@ def decode_step(
     )
     context_latents = None
     if stores_context:
-        context_latents = project_context(
-            params,
-            config,
-            inputs.captured,
+        context_latents = ops.norm_rope(
+            compress_context(params, config, captured, backends=backends),
             prepared.prologue.context_positions.reshape(-1),
+            params.kv_a_layernorm,
             state.rope_cos,
             state.rope_sin,
-            backends=backends,
+            eps=config.rms_norm_eps,
+            backend=backends.norm_rope,
         )
         pool = ops.store_prepared(
             pool,
@@ -249,13 +253,13 @@ class DecodeStep:
             return outputs, split(state)[0]
 
         self._counted = counted
-        self._jitted: dict[SingleDeviceSharding | None, Any] = {}
+        self._jitted: dict[tuple[SingleDeviceSharding | None, bool], Any] = {}
 
     def __call__(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
         """Run one step. Raises ValueError or TypeError, before dispatch, for anything the host can see is wrong."""
         self.check(params, state, inputs)
         changing, constant = split(state)
-        outputs, changing = self._jitted_for(state)(params, changing, constant, inputs)
+        outputs, changing = self._jitted_for(state, inputs)(params, changing, constant, inputs)
         return outputs, joined(changing, constant)
 
     def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
@@ -265,20 +269,22 @@ class DecodeStep:
         (`jax.ShapeDtypeStruct`) do as well as arrays.
         """
         self.check(params, state, inputs)
-        return self._jitted_for(state).lower(params, *split(state), inputs)
+        return self._jitted_for(state, inputs).lower(params, *split(state), inputs)
 
-    def _jitted_for(self, state: DecodeState) -> Any:
-        device = device_of(state)
-        if device not in self._jitted:
-            self._jitted[device] = pinned_jit(self._counted, device, donate_argnums=1)
-        return self._jitted[device]
+    def _jitted_for(self, state: DecodeState, inputs: StepInputs) -> Any:
+        key = device, _ = device_of(state), why_no_overlap(self.options, inputs.num_contexts) is None
+        if key not in self._jitted:
+            compiler_options = step_compiler_options(self.options, inputs.num_contexts)
+            self._jitted[key] = pinned_jit(self._counted, device, donate_argnums=1, compiler_options=compiler_options)
+        return self._jitted[key]
 
     def explain(self, params: DrafterParams, B: int) -> dict[str, str]:
         """For a step of `B` gen rows: the backend of each op, and the reason where it is not the one asked for."""
         attention = attention_shape(params, self.config, self.geometry, B)
         explained = {op: str(path) for op, path in step_paths(params, self.options, B, attention).items()}
         if self.options.overlap_context_projection:
-            explained["overlap_context_projection"] = f"not taken: {NO_OVERLAP}"
+            why_not = why_no_overlap(self.options)
+            explained["overlap_context_projection"] = f"not taken: {why_not}" if why_not else str(overlap_mechanism())
         return explained
 
     def check(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> None:

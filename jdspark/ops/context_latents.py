@@ -8,6 +8,13 @@ from .linear import linear
 from .norm_rope import norm_rope
 
 
+def stacked_product(projected: jax.Array, kv_a_proj: jax.Array, *, backend: str = "xla") -> jax.Array:
+    """One GEMM with all layers' `kv_a_proj` `[L, D, H]`: `[N, H]` -> `[N, L, D]`."""
+    num_layers, width, hidden = kv_a_proj.shape
+    stacked = kv_a_proj.reshape(num_layers * width, hidden)
+    return linear(projected, stacked, backend=backend).reshape(-1, num_layers, width)
+
+
 def context_latents(
     projected: jax.Array,
     positions: jax.Array,
@@ -37,7 +44,5 @@ def context_latents(
         TypeError, ValueError: wrong dtype or shape.
     """
     contracts.context_latents(projected, positions, kv_a_proj, kv_a_norm, cos, sin)
-    num_layers, width, hidden = kv_a_proj.shape
-    stacked = kv_a_proj.reshape(num_layers * width, hidden)
-    latents = linear(projected, stacked, backend=FloatBackends.of(backend).linear).reshape(-1, num_layers, width)
+    latents = stacked_product(projected, kv_a_proj, backend=FloatBackends.of(backend).linear)
     return norm_rope(latents, positions, kv_a_norm, cos, sin, eps=eps, backend=backend)
