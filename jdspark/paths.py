@@ -126,28 +126,32 @@ class OverlapMechanism:
     name: str
     why: str
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What `jax.jit` is given for a step that overlaps."""
+    """What such a step is compiled with."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})"
 
 
 def overlap_mechanism() -> OverlapMechanism:
-    """The mechanism for the platform that JAX runs on."""
+    """The mechanism where JAX runs.
+
+    Leaving the two parts unordered is not enough on a GPU: XLA runs a command buffer in the order of its schedule. Nor is a
+    stream annotation, whose call that schedule starts behind the acceptance.
+    """
     platform = jax.default_backend()
-    if platform == "gpu":
-        return OverlapMechanism(
-            "concurrent command buffers",
-            "a step is one CUDA graph whose edges are then its data dependences; what XLA launches outside of it, as all Triton"
-            " kernels, overlaps nothing",
-            {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
-        )
-    return OverlapMechanism("none", f"JAX runs on {platform}: the two parts are unordered, and XLA decides")
+    if platform != "gpu":
+        return OverlapMechanism("none", f"JAX runs on {platform}: the two parts are unordered, and XLA decides")
+    return OverlapMechanism(
+        "concurrent command buffers",
+        "the step's CUDA graph has the edges of its data dependences only; what XLA launches outside of it, like every Triton"
+        " kernel, overlaps nothing",
+        {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+    )
 
 
 def step_compiler_options(options: StepOptions, num_contexts: int = 0) -> dict[str, str] | None:
-    """What a jitted step has to be compiled with; None for XLA's defaults."""
-    return None if why_no_overlap(options, num_contexts) else dict(overlap_mechanism().compiler_options)
+    """`compiler_options` of the `jax.jit` that a step runs in; None for XLA's defaults."""
+    return None if why_no_overlap(options, num_contexts) else dict(overlap_mechanism().compiler_options) or None
 
 
 def step_paths(params: DrafterParams, options: StepOptions, B: int, attention: AttentionShape | None = None) -> dict[str, Path]:

@@ -272,9 +272,11 @@ class DecodeStep:
         return self._jitted_for(state, inputs).lower(params, *split(state), inputs)
 
     def _jitted_for(self, state: DecodeState, inputs: StepInputs) -> Any:
-        key = device, _ = device_of(state), why_no_overlap(self.options, inputs.num_contexts) is None
+        # inside a caller's jit the compiler's options are the caller's
+        nested = isinstance(state.pool, jax.core.Tracer)
+        compiler_options = None if nested else step_compiler_options(self.options, inputs.num_contexts)
+        key = device, _ = device_of(state), compiler_options is not None
         if key not in self._jitted:
-            compiler_options = step_compiler_options(self.options, inputs.num_contexts)
             self._jitted[key] = pinned_jit(self._counted, device, donate_argnums=1, compiler_options=compiler_options)
         return self._jitted[key]
 

@@ -138,7 +138,7 @@ def test_a_graph_with_a_missing_edge_is_refused(edge, name):
 
 
 @pytest.mark.parametrize("backend", ["auto", "xla", "pallas"])
-def test_on_and_off_over_a_hundred_steps(params, backend):
+def test_on_and_off_agree_over_100_steps(params, backend):
     """The fast step, whose products are XLA's own choice: every output, latent and pool entry of every step."""
     sides = []
     for options in (OFF, ON):
