@@ -76,12 +76,10 @@ def time_beside(events: Sequence[DeviceEvent], names: Collection[str]) -> tuple[
     total, partners = 0.0, dict[str, float]()
     for event in (event for event in events if event.name in names):
         counted = event.start_ns
-        for other in events:  # in the order of their starts
-            start, end = (
-                max(event.start_ns, other.start_ns),
-                min(event.start_ns + event.duration_ns, other.start_ns + other.duration_ns),
-            )
-            if other.name not in names and start < end:
+        for other in (other for other in events if other.name not in names):  # in the order of their starts
+            start = max(event.start_ns, other.start_ns)
+            end = min(event.start_ns + event.duration_ns, other.start_ns + other.duration_ns)
+            if start < end:
                 partners[other.name] = partners.get(other.name, 0) + end - start
                 total += max(0, end - max(start, counted))
                 counted = max(counted, end)
