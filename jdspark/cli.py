@@ -21,6 +21,7 @@ from .bench import command as bench
 from .checkpoint import CheckpointContents, CheckpointError, inspect_checkpoint
 from .config import ConfigError
 from .ops.backends import Backend, BackendUnavailable, why_unavailable
+from .paths import overlap_mechanism
 
 PACKAGES = (
     "jdspark", "jax", "jaxlib", "numpy", "safetensors", "rich", "matplotlib", "optax", "torch", "triton", "jax-triton"
@@ -54,12 +55,13 @@ def describe_backends() -> dict[str, str]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Python, packages, JAX devices and backends of this machine."""
+    """Python, packages, JAX devices, backends and the second switch's mechanism on this machine."""
     return {
         "python": platform.python_version(),
         "packages": {package: installed_version(package) or "not installed" for package in PACKAGES},
         "devices": [f"{device.platform} {device.device_kind}" for device in jax.devices()],
         "backends": describe_backends(),
+        "overlap_context_projection": str(overlap_mechanism()),
     }
 
 

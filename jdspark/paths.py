@@ -38,8 +38,6 @@ COMPOSED_OPS = ("block_layers",)
 INEXACT_OPS = (*FloatBackends._fields, "markov_chain")
 """Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
 
-NO_OVERLAP = "the context projection has no side path yet, it runs behind accept_strict with the same bits"
-
 
 @dataclasses.dataclass(frozen=True)
 class Path:
@@ -117,6 +115,52 @@ def choose_path(
     return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
 
 
+def why_no_overlap(options: StepOptions, num_contexts: int = 0) -> str | None:
+    """Why a step's context projection stays behind its acceptance, in JAX and in the twin; None if it runs beside it."""
+    if not options.overlap_context_projection:
+        return "overlap_context_projection is off"
+    if not options.fused_prologue:
+        return "fused_prologue is off, and the plain store would drop an early projection and compute it again"
+    if num_contexts:
+        return "the batch has context rows"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapMechanism:
+    """How a compiled step runs its context projection beside its acceptance on this machine."""
+
+    name: str
+    why: str
+    compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What such a step is compiled with."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})"
+
+
+def overlap_mechanism() -> OverlapMechanism:
+    """The mechanism where JAX runs.
+
+    Leaving the two parts unordered is not enough on a GPU: XLA runs a command buffer in the order of its schedule. Nor is a
+    stream annotation, whose call that schedule starts behind the acceptance.
+    """
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return OverlapMechanism("none", f"JAX runs on {platform}: the two parts are unordered, and XLA decides")
+    return OverlapMechanism(
+        "concurrent command buffers",
+        "the step's CUDA graph has the edges of its data dependences only; what XLA launches outside of it, like every Triton"
+        " kernel, overlaps nothing",
+        {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+    )
+
+
+def step_compiler_options(options: StepOptions, num_contexts: int = 0) -> dict[str, str] | None:
+    """`compiler_options` of the `jax.jit` that a step runs in; None for XLA's defaults."""
+    return None if why_no_overlap(options, num_contexts) else dict(overlap_mechanism().compiler_options) or None
+
+
 def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapping[str, Any] | None = None) -> dict[str, Path]:
     """The path of every op of a step with `B` gen rows; the log says once what does not run where it was asked to.
 
@@ -135,8 +179,8 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapp
         )
         for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }
-    if options.overlap_context_projection:
-        _log_once(f"overlap_context_projection is on, but not taken: {NO_OVERLAP}")
+    if options.overlap_context_projection and (why_not := why_no_overlap(options)):
+        _log_once(f"overlap_context_projection is on, but not taken: {why_not}")
     plain: dict[str, list[str]] = {}
     for op, path in paths.items():
         if options.fused_prologue and op in FUSED_PROLOGUE_OPS and path.backend == "xla":

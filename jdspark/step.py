@@ -19,7 +19,7 @@ from .ops.block_attention import AttentionShape
 from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.row_argmax import row_argmax
 from .params import Array, DrafterParams
-from .paths import NO_OVERLAP, step_paths
+from .paths import overlap_mechanism, step_compiler_options, step_paths, why_no_overlap
 from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, pinned_jit, split
 
 
@@ -120,9 +120,13 @@ def decode_step(
         )
     if advances_force_counter(options.force, K):
         force_counter = force_counter + 1
+    stores_context = inputs.captured is not None and params.fc is not None and B > 0
+    captured = inputs.captured
+    if stores_context and why_no_overlap(options, num_contexts):
+        # the projection has no other dependence on the acceptance: this is what orders it behind it
+        accepted_tokens, num_accepted, captured = jax.lax.optimization_barrier((accepted_tokens, num_accepted, captured))
     gen_num_accepted = num_accepted[num_contexts:]
 
-    stores_context = inputs.captured is not None and params.fc is not None and B > 0
     drafts = K > 0 and B > 0
     prepared = ops.prepare_step(
         inputs.encoded_offsets,
@@ -144,7 +148,7 @@ def decode_step(
     )
     context_latents = None
     if stores_context:
-        compressed = compress_context(params, config, inputs.captured, backends=backends)
+        compressed = compress_context(params, config, captured, backends=backends)
         normed = (prepared.prologue.context_positions.reshape(-1), params.kv_a_layernorm, state.rope_cos, state.rope_sin)
         stored = (gen_num_accepted, prepared.store_pages, prepared.store_offsets)
         eps, store_backend = config.rms_norm_eps, paths["store_prepared"].backend
@@ -237,13 +241,13 @@ class DecodeStep:
             return outputs, split(state)[0]
 
         self._counted = counted
-        self._jitted: dict[SingleDeviceSharding | None, Any] = {}
+        self._jitted: dict[tuple[SingleDeviceSharding | None, bool], Any] = {}
 
     def __call__(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
         """Run one step. Raises ValueError or TypeError, before dispatch, for anything the host can see is wrong."""
         self.check(params, state, inputs)
         changing, constant = split(state)
-        outputs, changing = self._jitted_for(state)(params, changing, constant, inputs)
+        outputs, changing = self._jitted_for(state, inputs)(params, changing, constant, inputs)
         return outputs, joined(changing, constant)
 
     def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
@@ -253,20 +257,24 @@ class DecodeStep:
         (`jax.ShapeDtypeStruct`) do as well as arrays.
         """
         self.check(params, state, inputs)
-        return self._jitted_for(state).lower(params, *split(state), inputs)
+        return self._jitted_for(state, inputs).lower(params, *split(state), inputs)
 
-    def _jitted_for(self, state: DecodeState) -> Any:
-        device = device_of(state)
-        if device not in self._jitted:
-            self._jitted[device] = pinned_jit(self._counted, device, donate_argnums=1)
-        return self._jitted[device]
+    def _jitted_for(self, state: DecodeState, inputs: StepInputs) -> Any:
+        # inside a caller's jit the compiler's options are the caller's
+        nested = isinstance(state.pool, jax.core.Tracer)
+        compiler_options = None if nested else step_compiler_options(self.options, inputs.num_contexts)
+        key = device, _ = device_of(state), compiler_options is not None
+        if key not in self._jitted:
+            self._jitted[key] = pinned_jit(self._counted, device, donate_argnums=1, compiler_options=compiler_options)
+        return self._jitted[key]
 
     def explain(self, params: DrafterParams, B: int) -> dict[str, str]:
         """For a step of `B` gen rows: the backend of each op, and the reason where it is not the one asked for."""
         shapes = kernel_shapes(params, self.config, self.geometry, B)
         explained = {op: str(path) for op, path in step_paths(params, self.options, B, shapes).items()}
         if self.options.overlap_context_projection:
-            explained["overlap_context_projection"] = f"not taken: {NO_OVERLAP}"
+            why_not = why_no_overlap(self.options)
+            explained["overlap_context_projection"] = f"not taken: {why_not}" if why_not else str(overlap_mechanism())
         return explained
 
     def check(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> None:

@@ -1,4 +1,5 @@
-"""Everything that needs a GPU, in one call: parity of every op and of whole steps at K3 rank shapes, the GPU tests, times.
+"""Everything that needs a GPU, in one call: parity of every op and of whole steps at K3 rank shapes, the GPU tests, times, and
+what the second switch gives.
 
 `python scripts/device_check.py OUT_FOLDER` writes JSON and logs there and prints one table per part. The parity runs are
 split over processes that share the GPU, since most of their time is compilation.
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--backends", help="of the parity runs, but for norm_rope's (default: all)")
     parser.add_argument("--limit", type=float, default=270, help="seconds for the parity runs and the tests")
     parser.add_argument("--total", type=float, default=530, help="seconds for everything; op times that are done stay")
-    parser.add_argument("--skip", default="", help="comma-separated, of parity, tests, steps, times")
+    parser.add_argument("--skip", default="", help="comma-separated, of parity, tests, steps, times, overlap")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
@@ -70,6 +71,9 @@ def main() -> int:
     if "times" not in skipped:  # alone on the GPU
         start("times", "scripts/time_ops.py", "--json", str(args.out / "op_times.json"))
         failed |= finish(running, started, args.total)
+    if "overlap" not in skipped:
+        start("overlap", "-m", "jdspark.bench.overlap", "--json", str(args.out / "overlap.json"))
+        failed |= finish(running, started, args.total)
     return 1 if failed else 0
 
 
@@ -84,7 +88,7 @@ def finish(running: dict[str, tuple[subprocess.Popen[bytes], Path]], started: fl
             code = process.wait()
         failed |= code != 0
         print(f"{name}: exit {code} after {time.monotonic() - started:.0f} s", flush=True)
-        if code or name in ("tests", "times"):
+        if code or name in ("tests", "times", "overlap"):
             print("\n".join(log.read_text(errors="replace").splitlines()[-(80 if name == "times" else 25) :]), flush=True)
     running.clear()
     return failed

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 import torch
 
@@ -109,6 +110,8 @@ def test_info(capsys, tmp_path):
     assert machine["packages"]["jax"].startswith("0.1")
     assert machine["backends"]["xla"] == "available"
     assert set(machine["backends"]) == {"xla", "pallas", "triton", "torch eager", "torch triton"}
+    on_gpu = jax.default_backend() == "gpu"
+    assert machine["overlap_context_projection"].startswith("concurrent command buffers (" if on_gpu else "none (JAX runs on ")
 
     save_drafter(tmp_path, TINY, random_drafter(TINY, 0))
     assert cli.main(["info", str(tmp_path)]) == 0

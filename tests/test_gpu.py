@@ -120,8 +120,8 @@ def test_pool_is_not_copied(params, backend, layout):
 
 
 @pytest.mark.parametrize("B", [1, 4])
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_torch_twin_in_a_cuda_graph(params, fused, B):
+@pytest.mark.parametrize(("fused", "overlap"), [(False, True), (True, False), (True, True)])
+def test_the_torch_twin_in_a_cuda_graph(params, fused, overlap, B):
     """Captured once, replayed 20 steps with the state carried: the bits of the steps run eagerly and unfused."""
     geometry = GEOMETRY
     torch_params = twin.as_torch(params)
@@ -131,7 +131,7 @@ def test_the_torch_twin_in_a_cuda_graph(params, fused, B):
     for slot in range(B):
         target.grow(slot, 200)
     steps = [twin.as_torch(target.step_inputs(np.zeros((B, 7), np.int32), slots)) for _ in range(20)]
-    options = StepOptions(fused_prologue=fused)
+    options = StepOptions(fused_prologue=fused, overlap_context_projection=overlap)
 
     def clone(tree):
         return jax.tree.map(lambda leaf: leaf.clone(), tree)

@@ -115,8 +115,6 @@ def test_explain_and_the_log_say_why(params, geometry, caplog):
     explained = make_decode_step(TINY, geometry, StepOptions(backend="pallas", fused_prologue=True)).explain(params, 1)
     assert list(explained) == list(STEP_OPS)
     assert explained["prepare_step"] == "pallas"
-    overlapping = make_decode_step(TINY, geometry, StepOptions(overlap_context_projection=True)).explain(params, 1)
-    assert overlapping["overlap_context_projection"].startswith("not taken: the context projection has no side path yet")
     assert explained["block_attention"].startswith("xla (not pallas: off a GPU its warpgroups run as threads")
 
 

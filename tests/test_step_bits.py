@@ -19,8 +19,9 @@ RUN = {"graph": False, "num_steps": 2, "prompt_lens": (5,), "dummy_rows": 1}
 @pytest.mark.usefixtures("interpreted_triton")
 @pytest.mark.parametrize("fused", [False, True])
 def test_two_steps(params, fused):
-    """Also where the fast step's counts come from: equal inputs, another arithmetic, the same exact part."""
-    options = StepOptions(backend="xla", float_backend="triton", fused_prologue=fused)
+    """Both switches off, both on. Also where the fast step's counts come from: equal inputs, another arithmetic, the same
+    exact part."""
+    options = StepOptions(backend="xla", float_backend="triton", fused_prologue=fused, overlap_context_projection=fused)
     report = compare_step_bits(
         TINY, params, GEOMETRY, options=options, fast_options=StepOptions(backend="xla"), context_steps=(1,), **RUN
     )

@@ -105,7 +105,7 @@ MISTAKES = {
     "write_block_latents": lambda op: lambda pool, x, *a, **k: op(pool, x.flip(0), *a, **k),
     "accept_strict": lambda op: lambda *a, **k: (op(*a, **k)[0], op(*a, **k)[1].clamp(max=2)),
     "next_tokens": lambda op: lambda a, n, d: op(a, n - 1, d),
-    "context_latents": lambda op: lambda x, p, *a, **k: op(x, p + 1, *a, **k),
+    "norm_rope": lambda op: lambda x, p, *a, **k: op(x, p + 1, *a, **k),
     "block_attention": lambda op: lambda *a, **k: op(*a, **(k | {"scale": k["scale"] * 1.2})),
     "markov_chain": lambda op: lambda base, anchor, w1, w2: op(base, anchor, w2, w1),
     "noise_block": lambda op: lambda e, b, **k: op(e, b, **(k | {"mask_token_id": 0})),

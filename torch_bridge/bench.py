@@ -33,6 +33,7 @@ COMPILED = "torch compile"
 STEPS: dict[str, StepOptions] = {
     "torch eager": StepOptions(),
     "torch fused": StepOptions(fused_prologue=True),
+    "torch fused, overlap": StepOptions(fused_prologue=True, overlap_context_projection=True),
     "torch fused, triton floats": StepOptions(fused_prologue=True, float_backend="triton"),
 }
 """Variants of the whole step: the eager twin, with fused bookkeeping, and with Triton's products and attention as well."""
@@ -129,6 +130,13 @@ def step_variant(name: str, params: DrafterParams, state: DecodeState, sets: Seq
         return Variant(lambda: step(sets[next(number) % len(sets)]), lambda _: None)
     captured = [capture([lambda inputs=inputs: step(inputs)]) for inputs in sets]  # type: ignore[misc]
     return graph_variant([graph for graph, _ in captured], [kept for _, kept in captured], steps=1)
+
+
+def accept_variant(inputs: StepInputs) -> Variant:
+    """The acceptance by itself, on the fused kernels."""
+    from . import triton_kernels
+
+    return Variant(lambda: triton_kernels.accept_strict(inputs.logits, inputs.draft_tokens), lambda _: torch.cuda.synchronize())
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> tuple[torch.cuda.CUDAGraph, list[Any]]:

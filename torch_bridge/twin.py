@@ -17,6 +17,7 @@ from jdspark.config import DrafterConfig, StepOptions
 from jdspark.ops import BlockPlacement, Prologue
 from jdspark.ops.accept_strict import advances_force_counter
 from jdspark.params import DrafterParams, LayerParams
+from jdspark.paths import why_no_overlap
 from jdspark.rope import softmax_scale
 from jdspark.state import DecodeState
 from jdspark.step import Intermediates, StepInputs, StepOutputs
@@ -26,6 +27,7 @@ from .bridge import to_torch
 from .eager.advance_ctx_len import advertised_ctx_len
 from .eager.rope import at_positions
 from .eager.safety import safe_block_counts, safe_slots
+from .forked import Forked
 
 
 def as_torch(tree: Any) -> Any:
@@ -45,17 +47,21 @@ def float_ops(options: StepOptions) -> Any:
     return importlib.import_module("torch_bridge.triton_kernels") if triton else eager
 
 
-def project_context(
-    params: DrafterParams, state: DecodeState, captured: torch.Tensor, positions: torch.Tensor, ops: Any = eager
-) -> torch.Tensor:
-    """`hidden_norm(fc(captured))` and every layer's latent of it: `[N, L, D]`. `ops`: see `float_ops`, here and below."""
+def compress_context(params: DrafterParams, state: DecodeState, captured: torch.Tensor, ops: Any = eager) -> torch.Tensor:
+    """`hidden_norm(fc(captured))` times every layer's `kv_a_proj`: `[N, L, D]`. `ops`: see `float_ops`, here and below."""
     assert params.fc is not None
     assert params.hidden_norm is not None
+    projected = ops.rms_norm(ops.linear(captured, params.fc), params.hidden_norm, state.config.rms_norm_eps)
+    num_layers, width, _ = params.kv_a_proj.shape
+    return ops.linear(projected, params.kv_a_proj.flatten(0, 1)).unflatten(-1, (num_layers, width))
+
+
+def finished_latents(
+    params: DrafterParams, state: DecodeState, compressed: torch.Tensor, positions: torch.Tensor, ops: Any = eager
+) -> torch.Tensor:
+    """Norm and rope of `compress_context`'s result: the latents to store, `[N, L, D]`."""
     eps = state.config.rms_norm_eps
-    projected = ops.rms_norm(ops.linear(captured, params.fc), params.hidden_norm, eps)
-    return ops.context_latents(
-        projected, positions, params.kv_a_proj, params.kv_a_layernorm, state.rope_cos, state.rope_sin, eps=eps
-    )
+    return ops.norm_rope(compressed, positions, params.kv_a_layernorm, state.rope_cos, state.rope_sin, eps=eps)
 
 
 def absorbed_query(
@@ -222,8 +228,9 @@ def decode_step(
     """One decode step on torch tensors; see `jdspark.step.decode_step`.
 
     With `options.fused_prologue` the bookkeeping and the exact ops around it run as Triton kernels, else as the eager
-    chain; the floating-point ops run where `float_ops` says. Nothing waits for the device, so a CUDA graph can capture the
-    step (a fractional `options.force` aside).
+    chain; the floating-point ops run where `float_ops` says. With `options.overlap_context_projection` the context is
+    compressed on a side stream beside the acceptance, joined before norm, rope and the store (`why_no_overlap` says when
+    not). Nothing waits for the device, so a CUDA graph can capture the step (a fractional `options.force` aside).
 
     Args:
         given: floating-point results to use instead of computing them. Then only the exact ops are left, and the whole
@@ -242,6 +249,15 @@ def decode_step(
     prepare = prepare_with_triton if fused else prepare_with_eager_chain
     float_kernels = float_ops(options)
 
+    stores_context = inputs.captured is not None and params.fc is not None and B > 0
+
+    def compress() -> torch.Tensor:
+        return compress_context(params, state, inputs.captured, float_kernels)
+
+    early = None
+    if stores_context and given is None and not why_no_overlap(options, num_contexts):
+        early = Forked(compress, inputs.captured.device)
+
     accepted_tokens, num_accepted = kernels.accept_strict(
         inputs.logits,
         inputs.draft_tokens,
@@ -257,12 +273,12 @@ def decode_step(
 
     def context_latents_at(positions: torch.Tensor) -> torch.Tensor:
         if given is None:
-            floats["context_latents"] = project_context(params, state, inputs.captured, positions, float_kernels)
+            compressed = compress() if early is None else early.join()
+            floats["context_latents"] = finished_latents(params, state, compressed, positions, float_kernels)
         else:
             floats["context_latents"] = _present(given.context_latents)
         return floats["context_latents"]
 
-    stores_context = inputs.captured is not None and params.fc is not None and B > 0
     prologue, advertised, placement = prepare(
         state,
         inputs,
@@ -349,7 +365,9 @@ def store_prefill_context(
     slots, rows, positions = safe_slots(slots, state.ctx_len), rows.long(), positions.long()
     limit = (safe_block_counts(block_counts, geometry.max_blocks_per_seq) * geometry.page_size).clamp(max=geometry.max_ctx)
     limit = torch.where(slots == geometry.dummy_slot, 0, limit)
-    latents = project_context(params, state, captured, positions, ops) if given is None else given
+    latents = given
+    if latents is None:
+        latents = finished_latents(params, state, compress_context(params, state, captured, ops), positions, ops)
     for row in range(num_contexts):
         of_row = rows == row
         if not bool(of_row.any()):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..config import Geometry, StepOptions
 from ..params import DrafterParams
+from ..paths import step_compiler_options
 from ..state import Changing, DecodeState, joined, split
 from ..step import DecodeStep, StepInputs, decode_step, make_decode_step
 from .bookkeeping import Carried, copies_pool
@@ -67,7 +68,16 @@ def lowered_loop(scale: Scale, options: StepOptions, params: DrafterParams, stat
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.fori_loop(0, scale.step_loop, body, (changing, empty))
 
-    return jax.jit(loop, donate_argnums=1).lower(params, changing, constant, inputs)
+    return jax.jit(loop, donate_argnums=1, compiler_options=step_compiler_options(options)).lower(
+        params, changing, constant, inputs
+    )
+
+
+def run_loop(loop: Any, params: DrafterParams, carried: Carried, inputs: StepInputs) -> None:
+    """One dispatch of the compiled `lowered_loop`, waited for."""
+    changing, _ = loop(params, *split(carried.state), inputs)
+    carried.state = dataclasses.replace(carried.state, **changing._asdict())
+    changing.ctx_len.block_until_ready()
 
 
 def variant(
@@ -88,17 +98,13 @@ def variant(
         number += 1
         return outputs, carried.state.ctx_len
 
-    def run_loop() -> None:
-        changing, _ = loop(params, *split(carried.state), sets[0])
-        carried.state = dataclasses.replace(carried.state, **changing._asdict())
-        changing.ctx_len.block_until_ready()
-
     if loop is None:
         return Variant(run)
     if isinstance(loop, Exception):
         return Variant(run, note=f"no loop: {describe(loop)}")
-    run_loop()
+    looped = functools.partial(run_loop, loop, params, carried, sets[0])
+    looped()
     return Variant(
-        run, device_seconds=lambda calls: seconds_of(run_loop) / scale.step_loop * calls, device_clock="loop",
+        run, device_seconds=lambda calls: seconds_of(looped) / scale.step_loop * calls, device_clock="loop",
         note=copies_pool(loop, carried),
     )  # fmt: skip
