@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from .launch import Ref, pieces, struct
 from .streamed_product import ROWS_BY_COLUMNS, SWIZZLED, TILE
 
 
+@functools.partial(jax.jit, static_argnames=("num_rows",))
 def absorbed_query(q: jax.Array, k_b: jax.Array, cos: jax.Array, sin: jax.Array, *, num_rows: int) -> jax.Array:
     """`[rows, heads * (nope + rope)]`, `[heads, nope, rank]` -> `[num_rows, heads, rank + rope]`.
 

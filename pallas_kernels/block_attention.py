@@ -215,6 +215,9 @@ def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, An
     return begin, end, first, behind, first_start
 
 
+@functools.partial(
+    jax.jit, static_argnames=("block_size", "page_size", "num_pages", "page_rows", "scale", "kv_lora_rank", "programs")
+)
 def split(
     query: jax.Array,
     block_latents: jax.Array,
@@ -512,6 +515,7 @@ def turns(B: int, programs: int) -> tuple[int, int, int]:
     return warpgroups, at_once, ceil_div(rounds * at_once * warpgroups, WARP) * WARP
 
 
+@functools.partial(jax.jit, static_argnames=("num_rows", "programs", "dtype"))
 def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int, programs: int, dtype: Any) -> jax.Array:
     """The sum of each request's pieces, scaled to their common maximum and divided by the sum of their weights.
 

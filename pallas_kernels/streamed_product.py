@@ -59,12 +59,14 @@ class Normed(NamedTuple):
     """`[rows, parts]` fp32: sums of squares of parts of each row."""
 
 
-class Stacked(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stacked:
     """One layer's weight within a stack, which is not copied out of it."""
 
     stack: jax.Array
     """`[L, N, K]`"""
-    layer: int
+    layer: int = dataclasses.field(metadata={"static": True})
 
 
 class Result(NamedTuple):
@@ -134,6 +136,7 @@ class Refs(NamedTuple):
     """Values, scaled rows and square sums of each result."""
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "gated", "name", "programs"))  # layers of one shape are compiled once
 def streamed_product(
     x: jax.Array | Normed,
     weights: Sequence[jax.Array | Stacked],
