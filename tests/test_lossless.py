@@ -42,7 +42,7 @@ def test_two_hundred_prompts(pair, prompts):
     ("setting", "count"),
     [
         (Setting(1, "page_major"), 4),
-        (Setting(3, prefill_chunk=48), 7),
+        pytest.param(Setting(3, prefill_chunk=48), 7, marks=pytest.mark.long),
         (Setting(8, "page_major", prefill_chunk=48), 8),
         (Setting(8, drafter="random"), 8),
     ],

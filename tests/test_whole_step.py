@@ -18,8 +18,15 @@ def failures(report):
     return {row.op: row.failures[:2] for row in [*report.exact_rows, *report.bounded_rows] if row.failures}
 
 
-@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
-@pytest.mark.parametrize(("config", "dtype"), [(SMALL_K3, "bfloat16"), (TINY, "float32")], ids=["small_k3-bf16", "tiny-fp32"])
+@pytest.mark.parametrize(
+    ("config", "dtype", "layout"),
+    [
+        pytest.param(SMALL_K3, "bfloat16", "layer_major", id="small_k3-bf16-layer_major"),
+        pytest.param(SMALL_K3, "bfloat16", "page_major", id="small_k3-bf16-page_major", marks=pytest.mark.long),
+        pytest.param(TINY, "float32", "layer_major", id="tiny-fp32-layer_major"),
+        pytest.param(TINY, "float32", "page_major", id="tiny-fp32-page_major"),
+    ],
+)
 def test_twenty_steps_with_carried_state(config, dtype, layout):
     geometry = dataclasses.replace(GEOMETRY, layout=layout)
     report = compare_steps(config, random_drafter(config, 0, dtype=dtype), geometry, num_steps=20)
@@ -58,8 +65,11 @@ BATCHES = pytest.mark.parametrize(("prompt_lens", "dummy_rows"), [((9,), 0), ((9
 SMALL_PAGES = dataclasses.replace(GEOMETRY, page_size=8, max_blocks_per_seq=28)
 
 
-@BATCHES
 @SWITCHES
+@pytest.mark.parametrize(
+    ("prompt_lens", "dummy_rows"),
+    [pytest.param((9,), 0, id="B1", marks=pytest.mark.long), pytest.param((9, 5, 12), 1, id="B4")],
+)
 def test_switches_over_twenty_steps(params, fused, overlap, prompt_lens, dummy_rows):
     """On the torch side fused means the Triton kernels, interpreted without a GPU; the JAX side is the plain path there."""
     options = StepOptions(fused_prologue=fused, overlap_context_projection=overlap)
