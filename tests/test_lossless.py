@@ -105,6 +105,7 @@ def test_held_out_prompts_come_from_held_out_files(tmp_path):
         held_out_prompts(1, tmp_path / "nowhere")
 
 
+@pytest.mark.long
 def test_sampling_keeps_the_targets_distribution(pair):
     """The two bytes behind the first, over 1,024 seeds, against the target's own probabilities (chi-square)."""
     prompt, temperature, requests = encode("import "), 0.8, 1024

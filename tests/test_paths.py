@@ -128,6 +128,7 @@ def test_fused_kernels_in_the_whole_step(params, geometry, layout):
     assert report.agreed, {row.op: row.failures[:1] for row in [*report.exact_rows, *report.bounded_rows] if row.failures}
 
 
+@pytest.mark.long
 def test_fused_and_plain_give_the_same_bits(params, geometry):
     target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
     target.grow(0, 30)
