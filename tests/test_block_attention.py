@@ -126,6 +126,7 @@ def test_the_programs_divide_the_tiles_evenly(tokens, programs):
             indices.append(program + b)
             start += counts[b]
     assert taken == line
+    assert sum(shares) == len(line)
     assert max(shares) - min(shares) <= 1
     assert len(set(indices)) == len(indices)
     assert max(indices) < programs + len(tokens) - 1
