@@ -3,6 +3,9 @@
 By default one case of each shape, each of another family; `-m long` runs every family on every shape.
 """
 
+import runpy
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -147,3 +150,10 @@ def test_every_exact_op_has_both_kernels():
     for op in EXACT_OPS:
         assert has_kernel(op, "pallas") or op in ("linear", "head_product"), op
         assert has_kernel(op, "triton"), op
+
+
+def test_every_mutant_changes_something():
+    """The list of `scripts/mutants.py` names places in the kernels; a place that is gone would end the run."""
+    mutants = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "mutants.py"))["MUTANTS"]
+    gone = [f"{mutant.file}: {mutant.old}" for mutant in mutants if not mutant.applies()]
+    assert not gone
