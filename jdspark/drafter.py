@@ -89,7 +89,7 @@ class LayersShape:
     rows: int
     """`B * block_size`."""
     dtypes: tuple[str, ...]
-    """Of the weights, each once."""
+    """Of the embedding and of the layers' matrices, each once."""
 
 
 def block_layers(

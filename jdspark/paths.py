@@ -35,6 +35,9 @@ SAMPLING_OPS = {"accept_strict": "accept_sampled", "markov_chain": "sampled_chai
 COMPOSED_OPS = ("block_layers",)
 """Ops that, without a kernel of their own, are other ops of this list, each on its own path."""
 
+IN_LAYERS = ("linear", "rms_norm", "head_product", "rope", "swiglu")
+"""What a kernel of `block_layers` does itself; outside of it these ops have their own paths."""
+
 INEXACT_OPS = (*FloatBackends._fields, "markov_chain")
 """Ops whose kernels need not have XLA's bits: only an explicit backend picks them."""
 
@@ -115,12 +118,18 @@ def choose_path(
     return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
 
 
-def why_no_overlap(options: StepOptions, num_contexts: int = 0) -> str | None:
-    """Why a step's context projection stays behind its acceptance, in JAX and in the twin; None if it runs beside it."""
+def why_no_overlap(options: StepOptions, *, stores_context: bool = True, num_contexts: int = 0) -> str | None:
+    """Why a step's context projection stays behind its acceptance, in JAX and in the twin; None if it runs beside it.
+
+    Args:
+        stores_context: whether there is one: the drafter has `fc` and the batch captured hidden states.
+    """
     if not options.overlap_context_projection:
         return "overlap_context_projection is off"
+    if not stores_context:
+        return "there is no context projection"
     if not options.fused_prologue:
-        return "fused_prologue is off, and the plain store would drop an early projection and compute it again"
+        return "fused_prologue is off, and a projection that no fused store takes is computed in its place"
     if num_contexts:
         return "the batch has context rows"
     return None
@@ -156,9 +165,11 @@ def overlap_mechanism() -> OverlapMechanism:
     )
 
 
-def step_compiler_options(options: StepOptions, num_contexts: int = 0) -> dict[str, str] | None:
+def step_compiler_options(options: StepOptions, *, stores_context: bool = True, num_contexts: int = 0) -> dict[str, str] | None:
     """`compiler_options` of the `jax.jit` that a step runs in; None for XLA's defaults."""
-    return None if why_no_overlap(options, num_contexts) else dict(overlap_mechanism().compiler_options) or None
+    if why_no_overlap(options, stores_context=stores_context, num_contexts=num_contexts):
+        return None
+    return dict(overlap_mechanism().compiler_options) or None
 
 
 def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapping[str, Any] | None = None) -> dict[str, Path]:
@@ -179,7 +190,10 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapp
         )
         for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }
-    if options.overlap_context_projection and (why_not := why_no_overlap(options)):
+    if paths["block_layers"].backend == "pallas":  # else "it has no pallas kernel" would be said of what runs in one
+        paths |= {op: Path("xla", "but in block_layers, which has its own") for op in IN_LAYERS if paths[op].backend == "xla"}
+    why_not = why_no_overlap(options, stores_context=params.fc is not None)
+    if options.overlap_context_projection and why_not:
         _log_once(f"overlap_context_projection is on, but not taken: {why_not}")
     plain: dict[str, list[str]] = {}
     for op, path in paths.items():

@@ -122,7 +122,7 @@ def decode_step(
         force_counter = force_counter + 1
     stores_context = inputs.captured is not None and params.fc is not None and B > 0
     captured = inputs.captured
-    if stores_context and why_no_overlap(options, num_contexts):
+    if stores_context and why_no_overlap(options, num_contexts=num_contexts):
         # the projection has no other dependence on the acceptance: this is what orders it behind it
         accepted_tokens, num_accepted, captured = jax.lax.optimization_barrier((accepted_tokens, num_accepted, captured))
     gen_num_accepted = num_accepted[num_contexts:]
@@ -214,13 +214,15 @@ def decode_step(
 
 
 def kernel_shapes(params: DrafterParams, config: DrafterConfig, geometry: Geometry, B: int) -> dict[str, Any]:
-    """The shapes of the ops whose kernels do not take every one: queries, latents and pool have the dtype of the weights."""
+    """The shapes of the ops whose kernels do not take every one: queries, latents and pool have `kv_a_proj`'s dtype."""
     block_size, dtypes = config.block_width(geometry.max_draft_len), (jnp.dtype(params.kv_a_proj.dtype).name,)
+    matrices = [x for x in jax.tree.leaves((params.embed_tokens, params.kv_a_proj, params.layers)) if len(x.shape) > 1]
+    of_layers = tuple(sorted({jnp.dtype(x.dtype).name for x in matrices}))
     attention = AttentionShape(
         B=B, block_size=block_size, width=config.latent_dim, kv_lora_rank=config.kv_lora_rank,
         page_size=geometry.page_size, dtypes=dtypes,
     )  # fmt: skip
-    return {"block_attention": attention, "block_layers": LayersShape(config, B * block_size, dtypes)}
+    return {"block_attention": attention, "block_layers": LayersShape(config, B * block_size, of_layers)}
 
 
 class DecodeStep:
@@ -244,10 +246,13 @@ class DecodeStep:
         self._jitted: dict[tuple[SingleDeviceSharding | None, bool], Any] = {}
 
     def __call__(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
-        """Run one step. Raises ValueError or TypeError, before dispatch, for anything the host can see is wrong."""
+        """Run one step. Raises ValueError or TypeError, before dispatch, for anything the host can see is wrong.
+
+        Inside a `jax.jit` of the caller's, at least one of the arrays must be an argument of it.
+        """
         self.check(params, state, inputs)
         changing, constant = split(state)
-        outputs, changing = self._jitted_for(state, inputs)(params, changing, constant, inputs)
+        outputs, changing = self._jitted_for(params, state, inputs)(params, changing, constant, inputs)
         return outputs, joined(changing, constant)
 
     def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
@@ -257,12 +262,16 @@ class DecodeStep:
         (`jax.ShapeDtypeStruct`) do as well as arrays.
         """
         self.check(params, state, inputs)
-        return self._jitted_for(state, inputs).lower(params, *split(state), inputs)
+        return self._jitted_for(params, state, inputs).lower(params, *split(state), inputs)
 
-    def _jitted_for(self, state: DecodeState, inputs: StepInputs) -> Any:
-        # inside a caller's jit the compiler's options are the caller's
-        nested = isinstance(state.pool, jax.core.Tracer)
-        compiler_options = None if nested else step_compiler_options(self.options, inputs.num_contexts)
+    def _jitted_for(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
+        compiler_options = step_compiler_options(
+            self.options,
+            stores_context=inputs.captured is not None and params.fc is not None,
+            num_contexts=inputs.num_contexts,
+        )
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, state, inputs))):
+            compiler_options = None  # inside a caller's jit they are the caller's
         key = device, _ = device_of(state), compiler_options is not None
         if key not in self._jitted:
             self._jitted[key] = pinned_jit(self._counted, device, donate_argnums=1, compiler_options=compiler_options)
@@ -273,7 +282,7 @@ class DecodeStep:
         shapes = kernel_shapes(params, self.config, self.geometry, B)
         explained = {op: str(path) for op, path in step_paths(params, self.options, B, shapes).items()}
         if self.options.overlap_context_projection:
-            why_not = why_no_overlap(self.options)
+            why_not = why_no_overlap(self.options, stores_context=params.fc is not None)
             explained["overlap_context_projection"] = f"not taken: {why_not}" if why_not else str(overlap_mechanism())
         return explained
 
@@ -342,6 +351,8 @@ class DecodeStep:
             )
         expect(call, "params.lm_head", params.lm_head, {"V": None, "H": config.hidden_size}, FLOATS)
         vocab = params.lm_head.shape[0]
+        if not vocab:
+            raise ValueError(f"{call}: params.lm_head is {list(params.lm_head.shape)}, expected at least one row")
         if vocab > target_vocab:
             raise ValueError(f"{call}: params.lm_head has {vocab} rows, the target's logits only {target_vocab} columns")
         if params.markov_w2 is not None:

@@ -10,8 +10,8 @@ from .launch import Ref
 
 
 def multiprocessors() -> int:
-    """How many programs of a kernel the default GPU is sure to hold at once: one on each multiprocessor."""
-    return int(jax.devices()[0].core_count)
+    """How many programs of a kernel any of this host's GPUs is sure to hold at once: one on each multiprocessor."""
+    return min(int(device.core_count) for device in jax.local_devices())
 
 
 def launch_semaphore() -> Ref:

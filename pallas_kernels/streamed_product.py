@@ -116,6 +116,8 @@ class Division:
     @classmethod
     def of(cls, widths: Sequence[int], rows: int, K: int, programs: int, *, gated: bool, group: int | None) -> Division:
         """Of results of these widths; `group`: how many columns belong to one weight of a grouped product."""
+        if K % CHUNKS[-1] or rows % CORE:
+            raise ValueError(f"streamed_product: x is [{rows}, {K}], expected rows in multiples of {CORE}, K of {CHUNKS[-1]}")
         owned = rows_per_program(widths, programs, gated=gated, group=group)
         chunk = next(c for c in CHUNKS if K % c == 0 and ((owned + rows) * c * 2 <= STAGE_BYTES or c == CHUNKS[-1]))
         unused = (TILE - owned) * chunk * 2  # what the multiplication of the last stage reads behind it
@@ -136,7 +138,8 @@ class Refs(NamedTuple):
     """Values, scaled rows and square sums of each result."""
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "gated", "name", "programs"))  # layers of one shape are compiled once
+# equal layers share one kernel, but those with a `Stacked` weight
+@functools.partial(jax.jit, static_argnames=("eps", "gated", "name", "programs"))
 def streamed_product(
     x: jax.Array | Normed,
     weights: Sequence[jax.Array | Stacked],

@@ -151,6 +151,16 @@ def test_argmax_follows_torch():
     assert tokens[:, 0].tolist() == wanted
 
 
+def test_a_chain_of_picks_has_the_gradient_of_its_logits():
+    """Research differentiates through the step; the picks themselves have none."""
+    base, weights = jnp.arange(12.0).reshape(1, 3, 4), jnp.ones((4, 2))
+
+    def last_logits(base):
+        return ops.markov_chain(base, jnp.zeros(1, jnp.int32), weights, weights)[0][0, 2].sum()
+
+    assert jax.grad(last_logits)(base).tolist() == [[[0] * 4, [0] * 4, [1] * 4]]
+
+
 def test_forced_acceptance_averages_its_fraction_and_stops_at_k():
     B, K = 64, 7
     logits, drafts = np.zeros((B * (K + 1), 5), np.float32), np.full((B, K), 4, np.int32)

@@ -61,7 +61,7 @@ def slow_compression(monkeypatch):
 
 
 def late_step(batch, graph=False):
-    """The step on captured hidden states that are NaN until long after it was launched; its outputs and pool, by name."""
+    """The step's outputs and pool, by name; eager, on captured hidden states that are NaN until long after it was launched."""
     torch_params, state, inputs, _ = batch
     after, late = clone(state), clone(inputs)
     if graph:

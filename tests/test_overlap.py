@@ -54,7 +54,7 @@ def test_explain_and_the_log_say_what_became_of_the_switch(params, geometry, mon
 
     paths._log_once.cache_clear()
     alone = explained()["overlap_context_projection"]
-    assert alone.startswith("not taken: fused_prologue is off, and the plain store would drop an early projection")
+    assert alone.startswith("not taken: fused_prologue is off, and a projection that no fused store takes")
     assert f"overlap_context_projection is on, but {alone}" in caplog.text
     assert explained(fused_prologue=True)["overlap_context_projection"].startswith("none (JAX runs on ")
     assert "overlap_context_projection" not in make_decode_step(TINY, geometry).explain(params, 1)
@@ -63,6 +63,7 @@ def test_explain_and_the_log_say_what_became_of_the_switch(params, geometry, mon
     assert str(paths.overlap_mechanism()).startswith("concurrent command buffers (")
     assert paths.step_compiler_options(on) == {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
     assert paths.step_compiler_options(on, num_contexts=1) is None
+    assert paths.step_compiler_options(on, stores_context=False) is None
     assert paths.step_compiler_options(StepOptions(fused_prologue=True)) is None
 
 
@@ -81,6 +82,10 @@ def test_a_step_inside_a_callers_jit_leaves_the_compiler_to_the_caller(params, g
     def nested(params, state, inputs):
         return step(params, state, inputs)[0]
 
+    fixed = init_state(TINY, geometry, dtype=jnp.float32)
+    jax.jit(lambda params, inputs: step(params, fixed, inputs)[0])(params, inputs)  # the state is a constant of that jit
+    assert passed.pop() is None
+    step._jitted.clear()
     ours = nested(params, init_state(TINY, geometry, dtype=jnp.float32), inputs)
     theirs, _ = step(params, init_state(TINY, geometry, dtype=jnp.float32), inputs)
     assert passed == [None, options]

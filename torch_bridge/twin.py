@@ -255,7 +255,7 @@ def decode_step(
         return compress_context(params, state, inputs.captured, float_kernels)
 
     early = None
-    if stores_context and given is None and not why_no_overlap(options, num_contexts):
+    if stores_context and given is None and not why_no_overlap(options, num_contexts=num_contexts):
         early = Forked(compress, inputs.captured.device)
 
     accepted_tokens, num_accepted = kernels.accept_strict(

@@ -133,7 +133,7 @@ def measured(scale: Scale, batches: Sequence[int], *, seed: int, rounds: int) ->
         inputs[B] = draw_inputs(np.random.default_rng(seed), scale, geometry, B)
         for on, options in SWITCH.items():
             lower[B, on] = functools.partial(lowered_loop, scale, options, params, carried[B].state, inputs[B])
-    compiled = compile_all(lower)
+    compiled = compile_all(lower, first_alone=True)
     for B in batches:
         run = {on: functools.partial(run_loop, or_raise(compiled[B, on]), params, carried[B], inputs[B]) for on in SWITCH}
         for function in run.values():

@@ -165,6 +165,7 @@ def markov_chain(base_logits: Any, anchor: Any, w1: Any, w2: Any) -> None:
     op = "markov_chain"
     expect(op, "base_logits", base_logits, {"B": None, "K": None, "V": None}, FLOATS)
     num_gen, _, vocab_size = base_logits.shape
+    expect_number(op, "the vocabulary V of base_logits", vocab_size, 1)
     expect(op, "anchor", anchor, {"B": num_gen}, INTEGERS)
     _markov_weights(op, w1, w2, vocab_size)
 
@@ -197,6 +198,7 @@ def sampled_chain(base_logits: Any, anchor: Any, w1: Any, w2: Any, sampling: Any
     op = "sampled_chain"
     expect(op, "base_logits", base_logits, {"B": None, "K": None, "V": None}, ("float32",))
     num_gen, _, vocab_size = base_logits.shape
+    expect_number(op, "the vocabulary V of base_logits", vocab_size, 1)
     expect(op, "anchor", anchor, {"B": num_gen}, INTEGERS)
     row_sampling(op, sampling, num_gen)
     if (w1 is None) != (w2 is None):

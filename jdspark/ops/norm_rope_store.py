@@ -25,7 +25,7 @@ def norm_rope_store(
     return_latents: bool = False,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`norm_rope`, then `store_prepared` of what it gives: the same bits on every backend, on Pallas in one launch.
+    """`norm_rope`, then `store_prepared` of what it gives: on each backend with the bits of its own two ops.
 
     Args:
         pool: `[L, pages, P, D]`, or `[pages, L, P, D]` with `layout="page_major"`.

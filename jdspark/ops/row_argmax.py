@@ -22,8 +22,10 @@ def better(one: Candidate, other: Candidate) -> Candidate:
 def row_argmax(x: jax.Array) -> jax.Array:
     """The argmax over the last axis as torch has it: `[..., V]` -> `[...]` int32.
 
-    `jnp.argmax` has the same order but for several NaNs in a row: on a GPU it may answer any of them.
+    `jnp.argmax` has the same order but for several NaNs in a row: on a GPU it may answer any of them. Like there, an index has
+    no gradient.
     """
+    x = jax.lax.stop_gradient(x)
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     nothing = jnp.array(-jnp.inf, x.dtype), jnp.int32(jnp.iinfo(jnp.int32).max)
     return jax.lax.reduce((x, index), nothing, better, (x.ndim - 1,))[1]
