@@ -43,7 +43,7 @@ def test_two_hundred_prompts(pair, prompts):
     [
         (Setting(1, "page_major"), 4),
         pytest.param(Setting(3, prefill_chunk=48), 7, marks=pytest.mark.long),
-        (Setting(8, "page_major", prefill_chunk=48), 8),
+        pytest.param(Setting(8, "page_major", prefill_chunk=48), 8, marks=pytest.mark.long),
         (Setting(8, drafter="random"), 8),
     ],
     ids=str,

@@ -267,7 +267,7 @@ def generated(engine, requests, num_tokens=12):
     return [results[request_id].tokens for request_id in ids]
 
 
-@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("drafting", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_the_engine_keeps_the_targets_distribution(engine, drafting):
     """Joint distribution of five tokens, top 2 of 64 each: the first from the prompt, the others through decode steps."""
     if not drafting:

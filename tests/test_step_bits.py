@@ -17,7 +17,7 @@ RUN = {"graph": False, "num_steps": 2, "prompt_lens": (5,), "dummy_rows": 1}
 
 
 @pytest.mark.usefixtures("interpreted_triton")
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_steps(params, fused):
     """Both switches off, both on. Also where the fast step's counts come from: equal inputs, another arithmetic, the same
     exact part."""

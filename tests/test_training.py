@@ -60,8 +60,17 @@ def small_pair():
     return target, config, dataclasses.replace(drafter, layers=layers, **changed)
 
 
-@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
-@pytest.mark.parametrize(("accepted", "anchor"), [(1, 20), (3, 33), (8, 17)])
+@pytest.mark.parametrize(
+    ("accepted", "anchor", "layout"),
+    [
+        (1, 20, "layer_major"),
+        (3, 33, "page_major"),
+        (8, 17, "page_major"),
+        pytest.param(1, 20, "page_major", marks=pytest.mark.long),
+        pytest.param(3, 33, "layer_major", marks=pytest.mark.long),
+        pytest.param(8, 17, "layer_major", marks=pytest.mark.long),
+    ],
+)
 def test_training_and_decode_step_compute_the_same_block(small_pair, layout, accepted, anchor):
     """One sequence through both: the block of anchor p after a prompt and a step that accepts up to p."""
     target, config, params = small_pair

@@ -60,7 +60,9 @@ def test_dflash_and_forced_acceptance(params, shift_label):
     assert {n for step in report.accepted for n in step} <= {3, 4}
 
 
-SWITCHES = pytest.mark.parametrize(("fused", "overlap"), [(False, False), (False, True), (True, False), (True, True)])
+SWITCHES = pytest.mark.parametrize(
+    ("fused", "overlap"), [(False, False), (False, True), pytest.param(True, False, marks=pytest.mark.long), (True, True)]
+)
 BATCHES = pytest.mark.parametrize(("prompt_lens", "dummy_rows"), [((9,), 0), ((9, 5, 12), 1)], ids=["B1", "B4"])
 SMALL_PAGES = dataclasses.replace(GEOMETRY, page_size=8, max_blocks_per_seq=28)
 
