@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import Ref, pieces, struct
-from .streamed_product import ROWS_BY_COLUMNS, SWIZZLED, TILE
+from .launch import SWIZZLED, TILE, Ref, interpreter, pieces, struct
+from .streamed_product import ROWS_BY_COLUMNS
 
 
 @functools.partial(jax.jit, static_argnames=("num_rows",))
@@ -78,7 +78,7 @@ def absorbed_query(q: jax.Array, k_b: jax.Array, cos: jax.Array, sin: jax.Array,
             plgpu.SMEM((rows, TILE), jnp.float32), plgpu.SMEM((TILE, rows), jnp.float32), plgpu.Barrier(num_arrivals=2),
         ),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
+        interpret=interpreter(),
     )(q, k_b, jnp.asarray(swap, q.dtype), jnp.repeat(cos, 2, axis=1), jnp.repeat(sin, 2, axis=1))  # fmt: skip
 
 

@@ -26,21 +26,13 @@ from jdspark.ops.backends import BackendUnavailable
 from jdspark.ops.block_attention import AttentionShape
 from jdspark.ops.checks import Layout, pool_dims
 
-from .launch import WARP, WARPGROUP, WARPS, Ref, ceil_div, struct
+from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, WARP, WARPGROUP, WARPS, Ref, ceil_div, interpreter, struct, zero
 
-ROWS, KEYS = 64, 64
+ROWS, KEYS = TILE, TILE
 """Query rows of a program, and keys of a tile."""
 
 STAGES = 2
 """Tiles in shared memory at a time: with the queries, all of it."""
-
-PROGRAMS = 132
-"""The multiprocessors of an H100 or H200, each of which holds one program; each block of 64 query rows gets its share."""
-
-CORE = 8
-"""Rows that a tensor core reads together; shared memory is laid out in runs of 8 rows of 128 bytes."""
-
-SWIZZLED: Any = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 MAX_REQUESTS, MAX_RANK, MAX_WIDTH = 128, 512, 576
 
@@ -125,7 +117,7 @@ def block_attention(
     row_blocks = ceil_div(shape.block_size * query.shape[2], ROWS)
     return attend(
         query, block_latents, pool, page_tables, advertised,
-        layer=layer, scale=scale, kv_lora_rank=kv_lora_rank, layout=layout, programs=max(PROGRAMS // row_blocks, 1),
+        layer=layer, scale=scale, kv_lora_rank=kv_lora_rank, layout=layout, programs=max(MULTIPROCESSORS // row_blocks, 1),
     )  # fmt: skip
 
 
@@ -467,7 +459,7 @@ def split(
             plgpu.Barrier(num_arrivals=len(VALUES)),
         ),
         compiler_params=COMPILER_PARAMS,
-        interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
+        interpret=interpreter(),
     )(query, block_latents, rows, page_tables, advertised, layer_row)
 
 
@@ -495,11 +487,6 @@ def add_products(totals: list[jax.Array], a: Ref, bs: list[Ref]) -> list[jax.Arr
             plgpu.wgmma(accumulator, a, b)
 
     return pl.run_state(multiply)([plgpu.ACC.init(total) for total in totals])
-
-
-def zero(x: jax.Array) -> jax.Array:
-    """0, but not at trace time: there the end of a copy must lie inside what it reads or writes."""
-    return lax.rem(x, jnp.int32(1))
 
 
 def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
@@ -591,5 +578,5 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
             plgpu.Barrier(num_arrivals=warpgroups),
         ),
         compiler_params=COMPILER_PARAMS,
-        interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
+        interpret=interpreter(),
     )(sums, stats, bounds)

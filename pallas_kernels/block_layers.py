@@ -18,9 +18,9 @@ from jdspark.ops.rope import at_positions
 from jdspark.params import DrafterParams
 
 from .absorbed_query import absorbed_query
-from .launch import ceil_div
+from .launch import CORE, TILE, ceil_div
 from .norm_rope import norm_rope
-from .streamed_product import CORE, TILE, Stacked, normed_rows, streamed_product
+from .streamed_product import Stacked, normed_rows, streamed_product
 
 MAX_ROWS = 32
 """Rows up to which weights, and not the rows' own traffic, decide how long a product takes."""

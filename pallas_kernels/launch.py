@@ -16,11 +16,27 @@ Ref = Any
 """A ref of a kernel, or a part of one; JAX has no public type for it."""
 
 WARPGROUP = 128
-"""Threads of a program: each kernel runs one warpgroup per program."""
+"""Threads that work as one: most kernels here run one warpgroup per program."""
 
 WARP, WARPS = 32, 4
 VECTOR_BYTES = 16
 """The widest load of one thread."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200: a launch divides its work among about as many programs. `grid_barrier` asks the GPU instead."""
+
+TILE = 64
+"""Rows that a tensor core's instruction multiplies."""
+
+CORE = 8
+"""Rows that a tensor core reads together; shared memory is laid out in runs of 8 rows of 128 bytes."""
+
+SWIZZLED: Any = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+
+
+def interpreter() -> Any:
+    """`interpret=` of a kernel: None on a GPU, elsewhere the GPU interpreter."""
+    return None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams()
 
 
 def launch(body: Callable[..., None], *, out_type: Any, grid: dict[str, int]) -> Callable[..., Any]:
@@ -28,7 +44,6 @@ def launch(body: Callable[..., None], *, out_type: Any, grid: dict[str, int]) ->
 
     Refs that `body` writes in place (a pool) are passed as `jax.Ref` operands; `out_type` lists what it returns anew.
     """
-    interpret = None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams()
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -36,7 +51,7 @@ def launch(body: Callable[..., None], *, out_type: Any, grid: dict[str, int]) ->
         grid_names=tuple(grid),
         # no kernel here reads memory that it writes, so the barriers around every store would only cost time
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=interpret,
+        interpret=interpreter(),
     )
 
 
@@ -128,6 +143,11 @@ def pieces(width: int, dtype: Any, *strides: int) -> tuple[Piece, ...]:
     if start < width:
         found.append(Piece(width - WARPGROUP, WARPGROUP, 1, start))
     return tuple(found)
+
+
+def zero(x: jax.Array) -> jax.Array:
+    """0, but not at trace time: there the end of a copy must lie inside what it reads or writes."""
+    return lax.rem(x, jnp.int32(1))
 
 
 def ceil_div(a: int, b: int) -> int:

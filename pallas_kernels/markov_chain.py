@@ -10,22 +10,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .grid_barrier import grid_barrier, launch_semaphore, multiprocessors
-from .launch import WARP, WARPS, Ref, ceil_div, launch, pieces, struct
+from .launch import CORE, SWIZZLED, TILE, WARP, WARPS, Ref, ceil_div, interpreter, launch, pieces, struct
 from .row_argmax import NOT_FOUND, first_best, merged, order_keys, ordered, part_start, part_width
-
-TILE = 64
-"""Rows of `w2` that a tensor core multiplies at once."""
 
 REQUESTS = 8
 """Columns of such a product, and the most requests of the one launch: with 32 the launches per slot are faster."""
 
 SHARED_BYTES = 200 * 1024
 """The most shared memory for a program's rows of `w2`; the rest of 227 KB is for what else it holds."""
-
-CORE = 8
-"""Rows that a tensor core reads together; shared memory is laid out in runs of 8 rows of 128 bytes."""
-
-SWIZZLED: Any = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 OPERAND = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 2 * WARP), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 """`[8, r]` with pairs of neighbours in a thread."""
@@ -167,7 +159,7 @@ def one_launch(
         ),
         # what other threads read is behind a `commit_smem` or the grid barrier
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        interpret=None if on_gpu else plgpu.InterpretGPUParams(),
+        interpret=interpreter(),
     )(base_logits, anchor, w1, w2)
     return corrected, tokens
 

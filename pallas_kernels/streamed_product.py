@@ -20,18 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import Ref, ceil_div, struct
-
-PROGRAMS = 132
-"""The multiprocessors of an H100 or H200: a launch has about as many programs."""
-
-TILE = 64
-"""Rows that a tensor core instruction multiplies; a program that owns fewer ignores the others' sums."""
-
-CORE = 8
-"""Rows that a tensor core reads together; shared memory is laid out in runs of 8 rows of 128 bytes."""
-
-SWIZZLED: Any = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, zero
 
 CHUNKS = (512, 256, 128, 64)
 """How much of the contraction a stage of the ring may hold."""
@@ -149,7 +138,7 @@ def streamed_product(
     next_norms: Sequence[jax.Array | None] | None = None,
     gated: bool = False,
     name: str = "streamed_product",
-    programs: int = PROGRAMS,
+    programs: int = MULTIPROCESSORS,
 ) -> list[Result]:
     """`x @ w.T` of each weight, summed in fp32, in one launch.
 
@@ -213,8 +202,7 @@ def streamed_product(
                     plgpu.barrier_wait(free.at[slot])
 
                 stretch = pl.ds(pl.multiple_of(c * chunk, 64), chunk)
-                # zero, but not at trace time: there a copy must end inside x, and the engine fills up with zeros
-                x_rows = pl.ds(lax.rem(c, jnp.int32(1)), rows)
+                x_rows = pl.ds(zero(c), rows)  # behind x's last row the copy engine fills up with zeros
 
                 def copy_for(i: int, number: Any) -> None:
                     start = number * columns
@@ -303,7 +291,7 @@ def streamed_product(
             plgpu.Barrier(num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams(),
+        interpret=interpreter(),
     )(
         operand, *stacks, *([] if normed is None else [normed.square_sums]), *([] if residual is None else [residual]),
         *(norm for norm in norms if norm is not None),
