@@ -19,6 +19,17 @@ from .params import DrafterParams, LayerParams
 from .rope import softmax_scale
 
 
+@dataclasses.dataclass(frozen=True)
+class ProductShape:
+    """What decides whether kernels can run a product of a few rows; all of it is static."""
+
+    rows: int
+    weights: tuple[tuple[str, int, int], ...]
+    """Name, rows and columns of each matrix `[N, K]`."""
+    dtypes: tuple[str, ...]
+    """Of the matrices, each once."""
+
+
 def compress_context(
     params: DrafterParams, config: DrafterConfig, captured: jax.Array, *, backends: FloatBackends = ALL_XLA
 ) -> jax.Array:
@@ -28,6 +39,8 @@ def compress_context(
     """
     assert params.fc is not None
     assert params.hidden_norm is not None
+    if backends.compress_context == "pallas":
+        return kernel("compress_context", "pallas")(params, config, captured)
     projected = linear(captured, params.fc, backend=backends.linear)
     projected = rms_norm(projected, params.hidden_norm, config.rms_norm_eps, backend=backends.rms_norm)
     return stacked_product(projected, params.kv_a_proj, backend=backends.linear)
@@ -190,6 +203,8 @@ def draft_slots(config: DrafterConfig, block_hidden: jax.Array, K: int) -> jax.A
 def draft_logits(params: DrafterParams, slot_hidden: jax.Array, *, backends: FloatBackends = ALL_XLA) -> jax.Array:
     """The target's output head on the draft slots: `[B, K, H]` -> `[B, K, V]` fp32, rounded to the head's dtype first."""
     assert params.lm_head is not None
+    if backends.draft_logits == "pallas":
+        return kernel("draft_logits", "pallas")(params, slot_hidden)
     return linear(slot_hidden, params.lm_head, backend=backends.linear).astype(jnp.float32)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .config import StepOptions
-from .ops.backends import FloatBackends, has_kernel, why_unavailable, why_unsupported
+from .ops.backends import COMPOSED_OPS, FloatBackends, has_kernel, why_unavailable, why_unsupported
 from .params import DrafterParams
 
 logger = logging.getLogger("jdspark")
@@ -23,17 +23,14 @@ FUSED_PROLOGUE_OPS = ("prepare_step", "store_prepared", "write_block_latents")
 """Ops that leave the plain path only with `StepOptions.fused_prologue`: the bookkeeping around the drafter."""
 
 STEP_OPS = (
-    "accept_strict", "prepare_step", "linear", "rms_norm", "norm_rope", "store_prepared", "head_product", "rope",
-    "block_attention", "swiglu", "block_layers", "write_block_latents", "markov_chain", "next_tokens",
+    "accept_strict", "prepare_step", "compress_context", "linear", "rms_norm", "norm_rope", "store_prepared", "head_product",
+    "rope", "block_attention", "swiglu", "block_layers", "write_block_latents", "draft_logits", "markov_chain", "next_tokens",
 )  # fmt: skip
 """The ops of a decode step, in the order of their first call. Where `norm_rope` and `store_prepared` have one backend the
 context goes through `norm_rope_store`."""
 
 SAMPLING_OPS = {"accept_strict": "accept_sampled", "markov_chain": "sampled_chain"}
 """What stands in their place with `StepOptions.sampling`."""
-
-COMPOSED_OPS = ("block_layers",)
-"""Ops that, without a kernel of their own, are other ops of this list, each on its own path."""
 
 IN_LAYERS = ("linear", "rms_norm", "head_product", "rope", "swiglu")
 """What a kernel of `block_layers` does itself; outside of it these ops have their own paths."""

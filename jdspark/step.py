@@ -11,7 +11,15 @@ from jax.sharding import SingleDeviceSharding
 
 from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
-from .drafter import LayersShape, compress_context, confidence_logits, draft_block, draft_logits, draft_slots
+from .drafter import (
+    LayersShape,
+    ProductShape,
+    compress_context,
+    confidence_logits,
+    draft_block,
+    draft_logits,
+    draft_slots,
+)
 from .ops import contracts
 from .ops.accept_strict import advances_force_counter
 from .ops.backends import BackendUnavailable, FloatBackends, why_unavailable
@@ -222,7 +230,20 @@ def kernel_shapes(params: DrafterParams, config: DrafterConfig, geometry: Geomet
         B=B, block_size=block_size, width=config.latent_dim, kv_lora_rank=config.kv_lora_rank,
         page_size=geometry.page_size, dtypes=dtypes,
     )  # fmt: skip
-    return {"block_attention": attention, "block_layers": LayersShape(config, B * block_size, of_layers)}
+    shapes: dict[str, Any] = {
+        "block_attention": attention,
+        "block_layers": LayersShape(config, B * block_size, of_layers),
+    }
+    if params.fc is not None:
+        fc, kv_a = params.fc, params.kv_a_proj
+        weights = (("fc", *fc.shape), ("kv_a_proj", kv_a.shape[0] * kv_a.shape[1], kv_a.shape[2]))
+        of_context = tuple(sorted({jnp.dtype(fc.dtype).name, *dtypes}))
+        shapes["compress_context"] = ProductShape(B * (geometry.max_draft_len + 1), weights, of_context)
+    if params.lm_head is not None:
+        head = params.lm_head
+        of_head = (jnp.dtype(head.dtype).name,)
+        shapes["draft_logits"] = ProductShape(B * geometry.max_draft_len, (("lm_head", *head.shape),), of_head)
+    return shapes
 
 
 class DecodeStep:

@@ -1,4 +1,4 @@
-"""The drafter's layers with every product in kernels that stream the weights: ten launches a layer, two of them attention's.
+"""The drafter's layers with every product in kernels that stream the weights: nine launches a layer, two of them attention's.
 
 Between a layer's parts the rows stay padded to a multiple of 8, zeros behind the last one. Against the plain definition, sums
 are as long and as exact, but RMSNorm multiplies by the row's factor behind the product instead of ahead of it.
@@ -14,16 +14,11 @@ import jax.numpy as jnp
 from jdspark.config import DrafterConfig
 from jdspark.drafter import Attend, LayersShape
 from jdspark.ops.rms_norm import rms_norm
-from jdspark.ops.rope import at_positions
 from jdspark.params import DrafterParams
 
-from .absorbed_query import absorbed_query
-from .launch import CORE, TILE, ceil_div
-from .norm_rope import norm_rope
-from .streamed_product import Stacked, normed_rows, streamed_product
-
-MAX_ROWS = 32
-"""Rows up to which weights, and not the rows' own traffic, decide how long a product takes."""
+from .attention_operands import attention_operands
+from .launch import CORE, TILE, WARPGROUP, ceil_div
+from .streamed_product import MAX_ROWS, Stacked, normed_rows, streamed_product, whole_rows
 
 
 def unsupported(shape: LayersShape) -> str | None:
@@ -35,9 +30,13 @@ def unsupported(shape: LayersShape) -> str | None:
         return f"its kernels multiply bfloat16, the weights are {', '.join(shape.dtypes)}"
     if shape.rows > MAX_ROWS:
         return f"the step has {shape.rows} rows (B * block_size), its kernels are for up to {MAX_ROWS}"
-    for name in ("hidden_size", "q_lora_rank", "intermediate_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
+    for name in ("hidden_size", "q_lora_rank", "intermediate_size", "qk_nope_head_dim", "qk_rope_head_dim"):
         if getattr(config, name) % TILE:
             return f"{name} is {getattr(config, name)}, its kernels need a multiple of {TILE}"
+    if config.kv_lora_rank % WARPGROUP:
+        return f"kv_lora_rank is {config.kv_lora_rank}, its kernels need a multiple of {WARPGROUP}"
+    if config.qk_rope_head_dim >= 2 * WARPGROUP:
+        return f"qk_rope_head_dim is {config.qk_rope_head_dim}, its kernels need less than {2 * WARPGROUP}"
     if config.v_head_dim % CORE or config.num_attention_heads * config.v_head_dim % TILE:
         return f"v_head_dim is {config.v_head_dim}, its kernels need a multiple of {CORE}, and of {TILE} over all heads"
     return None
@@ -65,12 +64,11 @@ def block_layers(
     B, block_size, hidden_size = noise.shape
     num_rows = B * block_size
     rows = ceil_div(num_rows, CORE) * CORE
-    positions = query_positions.reshape(-1)
-    cos, sin = at_positions(rope_cos, positions), at_positions(rope_sin, positions)
 
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, rows - num_rows), *((0, 0) for _ in x.shape[1:])))
 
+    positions = padded(query_positions.reshape(-1))
     h = padded(noise.reshape(num_rows, hidden_size))
     normed = normed_rows(h, params.layers[0].input_layernorm)
     latents = []
@@ -80,16 +78,15 @@ def block_layers(
             name="query_and_latent", **sizes,
         )  # fmt: skip
         (q,) = streamed_product(q_a.normed, [layer.q_b_proj], eps=eps, name="query_heads", **sizes)
-        query = absorbed_query(q.values, layer.k_b, cos, sin, num_rows=num_rows)
-        latent = norm_rope(
-            compressed.values[:, None], positions, params.kv_a_layernorm[index : index + 1], rope_cos, rope_sin, eps=eps
-        ).reshape(B, block_size, config.latent_dim)
+        query, latent = attention_operands(
+            q.values, compressed.values, positions, layer.k_b, params.kv_a_layernorm[index], rope_cos, rope_sin,
+            eps=eps, num_rows=num_rows,
+        )  # fmt: skip
+        latent = latent.reshape(B, block_size, config.latent_dim)
         latents.append(latent)
         attended = attend(index, query.reshape(B, block_size, heads, config.latent_dim), latent)
         attended = attended.reshape(num_rows, heads, config.kv_lora_rank)
-        if num_rows > CORE:  # fewer rows are filled up as they are copied
-            attended = padded(attended)
-        (values,) = streamed_product(attended, [layer.v_b], name="attended_values", **sizes)
+        (values,) = streamed_product(whole_rows(attended), [layer.v_b], name="attended_values", **sizes)
         (out,) = streamed_product(
             values.values, [layer.o_proj], residual=h, next_norms=[layer.post_attention_layernorm],
             name="attention_output", **sizes,

@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jdspark.drafter import ProductShape
+
 from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, zero
 
 CHUNKS = (512, 256, 128, 64)
@@ -65,6 +67,30 @@ class Result(NamedTuple):
     """`[rows, N]`; None if a norm follows and there is no residual."""
     normed: Any
     """The values' `Normed`; None if no norm follows."""
+
+
+MAX_ROWS = 32
+"""Rows up to which weights, and not the rows' own traffic, decide how long a product takes."""
+
+
+def unsupported(shape: ProductShape) -> str | None:
+    """None if the kernel can run this product here, else the reason."""
+    if jax.default_backend() != "gpu":
+        return "off a GPU its copies and products are threads of an interpreter, too slow for a step"
+    if shape.dtypes != ("bfloat16",):
+        return f"its kernel multiplies bfloat16, the weights are {', '.join(shape.dtypes)}"
+    if shape.rows > MAX_ROWS:
+        return f"the step has {shape.rows} rows, its kernel is for up to {MAX_ROWS}"
+    for name, N, K in shape.weights:
+        if N % CORE or K % TILE:
+            return f"{name} is [{N}, {K}], its kernel needs multiples of {CORE} and {TILE}"
+    return None
+
+
+def whole_rows(x: jax.Array) -> jax.Array:
+    """`[rows, ...]` with rows up to 8 or, zeros behind the last one, a multiple of 8: what `streamed_product` takes."""
+    missing = 0 if x.shape[0] <= CORE else -x.shape[0] % CORE
+    return jnp.pad(x, ((0, missing), *((0, 0) for _ in x.shape[1:]))) if missing else x
 
 
 def normed_rows(h: jax.Array, norm: jax.Array) -> Normed:
@@ -128,7 +154,7 @@ class Refs(NamedTuple):
 
 
 # equal layers share one kernel, but those with a `Stacked` weight
-@functools.partial(jax.jit, static_argnames=("eps", "gated", "name", "programs"))
+@functools.partial(jax.jit, static_argnames=("eps", "gated", "out_dtype", "name", "programs"))
 def streamed_product(
     x: jax.Array | Normed,
     weights: Sequence[jax.Array | Stacked],
@@ -137,6 +163,7 @@ def streamed_product(
     residual: jax.Array | None = None,
     next_norms: Sequence[jax.Array | None] | None = None,
     gated: bool = False,
+    out_dtype: Any = None,
     name: str = "streamed_product",
     programs: int = MULTIPROCESSORS,
 ) -> list[Result]:
@@ -150,6 +177,7 @@ def streamed_product(
         residual: `[rows, N]`, added to the rounded product of the only weight, rounded again.
         next_norms: for each result the weight `[N]` of the RMSNorm that follows it, or None.
         gated: the two weights are a SwiGLU's gate and the other factor; the result is one, `silu(x @ gate.T) * (x @ up.T)`.
+        out_dtype: of the values, which are rounded to x's dtype all the same; by default that.
         name: of the kernel, in a profile.
         programs: how many run at once.
     """
@@ -251,7 +279,7 @@ def streamed_product(
                 values = values.astype(dtype)
                 values_ref, scaled_ref, squares_ref = gmem.results[i]
                 if values_ref is not None:
-                    values_ref[:, place] = values
+                    values_ref[:, place] = values.astype(values_ref.dtype)
                 if scaled_ref is None:
                     return
                 values = values.astype(jnp.float32)
@@ -273,7 +301,7 @@ def streamed_product(
     stream.__name__ = name
     out_types = []
     for keeps, norm, width, part in zip(keeps_values, norms, widths, parts):
-        out_types += [struct((rows, width), dtype)] * keeps
+        out_types += [struct((rows, width), dtype if out_dtype is None else out_dtype)] * keeps
         if norm is not None:
             out_types += [struct((rows, width), dtype), struct((rows, part), jnp.float32)]
     found = plgpu.kernel(

@@ -59,13 +59,18 @@ def why_unsupported(op: str, backend: str, shape: Any) -> str | None:
 def has_kernel(op: str, backend: str) -> bool:
     """Whether the repository has a kernel of `op` for `backend`, runnable here or not."""
     try:
-        return importlib.util.find_spec(f"{PACKAGES[backend]}.{op}") is not None
+        return backend != "xla" and importlib.util.find_spec(f"{PACKAGES[backend]}.{op}") is not None
     except ModuleNotFoundError:
         return False
 
 
 def _module(op: str, backend: str) -> Any:
     return importlib.import_module(f"{PACKAGES[backend]}.{op}")
+
+
+COMPOSED_OPS = ("compress_context", "block_layers", "draft_logits")
+"""Ops that, without a kernel of their own, are other ops, each on its own backend; their kernels are for the few rows of a
+step."""
 
 
 class FloatBackends(NamedTuple):
@@ -80,11 +85,13 @@ class FloatBackends(NamedTuple):
     block_attention: str = "xla"
     block_layers: str = "xla"
     """All layers of the drafter: `pallas` does what the other ops do in them, but for the attention; else it is these ops."""
+    compress_context: str = "xla"
+    draft_logits: str = "xla"
 
     @classmethod
     def of(cls, backend: str) -> FloatBackends:
-        """Each op on `backend` where it has a kernel for it, else on XLA."""
-        return cls(*(backend if backend == "xla" or has_kernel(op, backend) else "xla" for op in cls._fields))
+        """Each op on `backend` where it has a kernel for it, else on XLA; so are `COMPOSED_OPS`, whose shape is not known."""
+        return cls(*(backend if op not in COMPOSED_OPS and has_kernel(op, backend) else "xla" for op in cls._fields))
 
 
 ALL_XLA = FloatBackends()
