@@ -5,12 +5,17 @@ contraction at a time as fits, so that all of the device's memory bandwidth is a
 programs. What stands before and behind a product in the drafter is done where the numbers already are: the residual, SwiGLU,
 and RMSNorm in two halves. `rms_norm(h, w) @ W` is `((h * w) @ W) * rsqrt(mean(h^2) + eps)`: the program that makes a part of
 h writes `h * w` and the part's sum of squares, and the next product's programs multiply their fp32 sums by the row's factor.
+
+Tensor cores multiply 64 rows at once and a program owns fewer. So `folds` chunks of the contraction lie one below the other,
+the program's weight rows of each, and so do the same chunks of x. An instruction multiplies all with all; of its sums only
+those of a chunk with itself mean something, blocks on the diagonal, and they are added at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +30,7 @@ from jdspark.drafter import ProductShape
 from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, zero
 
 CHUNKS = (512, 256, 128, 64)
-"""How much of the contraction a stage of the ring may hold."""
+"""How much of the contraction one copy may have."""
 
 STAGE_BYTES, RING_BYTES, MAX_STAGES = 32 << 10, 208 << 10, 16
 
@@ -124,9 +129,11 @@ class Division:
     owned: int
     """Weight rows per program: two for each column of a gated product."""
     chunk: int
-    """Of the contraction, per stage."""
-    chunks: int
+    folds: int
+    """Chunks of a step."""
+    steps: int
     stages: int
+    """Steps that the ring holds."""
 
     @classmethod
     def of(cls, widths: Sequence[int], rows: int, K: int, programs: int, *, gated: bool, group: int | None) -> Division:
@@ -134,11 +141,14 @@ class Division:
         if K % CHUNKS[-1] or rows % CORE:
             raise ValueError(f"streamed_product: x is [{rows}, {K}], expected rows in multiples of {CORE}, K of {CHUNKS[-1]}")
         owned = rows_per_program(widths, programs, gated=gated, group=group)
-        chunk = next(c for c in CHUNKS if K % c == 0 and ((owned + rows) * c * 2 <= STAGE_BYTES or c == CHUNKS[-1]))
-        unused = (TILE - owned) * chunk * 2  # what the multiplication of the last stage reads behind it
-        stages = min(K // chunk, MAX_STAGES, (RING_BYTES - unused) // ((owned + rows) * chunk * 2))
+        fitting = max(1, TILE // max(owned, rows))
+        chunk = next(c for c in CHUNKS if K % c == 0 and (fitting * (owned + rows) * c * 2 <= STAGE_BYTES or c == CHUNKS[-1]))
+        folds = next(f for f in range(fitting, 0, -1) if K // chunk % f == 0)
+        steps = K // chunk // folds
+        unused = (TILE - folds * owned) * chunk * 2  # what the multiplication of the last stage reads behind it
+        stages = min(steps, MAX_STAGES, (RING_BYTES - unused) // (folds * (owned + rows) * chunk * 2))
         columns = owned // 2 if gated else owned
-        return cls(tuple(n // columns for n in widths), columns, owned, chunk, K // chunk, stages)
+        return cls(tuple(n // columns for n in widths), columns, owned, chunk, folds, steps, stages)
 
 
 class Refs(NamedTuple):
@@ -193,7 +203,7 @@ def streamed_product(
     norms = list(next_norms) if next_norms is not None else [None] * len(widths)
     keeps_values = [residual is not None or norm is None for norm in norms]
     division = Division.of(widths, rows, K, programs, gated=gated, group=group)
-    chunk, owned, columns, stages = division.chunk, division.owned, division.columns, division.stages
+    chunk, owned, columns, folds, stages = division.chunk, division.owned, division.columns, division.folds, division.stages
     firsts = [sum(division.tiles[:i]) for i in range(len(widths))]
     parts = [ceil_div(count, CORE) * CORE for count in division.tiles]
 
@@ -222,49 +232,61 @@ def streamed_product(
 
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
-            def copy(c: jax.Array, _: None) -> None:
-                slot = lax.rem(c, jnp.int32(stages))
+            def copy(step: jax.Array, _: None) -> None:
+                slot = lax.rem(step, jnp.int32(stages))
 
-                @pl.when(c >= stages)
+                @pl.when(step >= stages)
                 def _wait() -> None:
                     plgpu.barrier_wait(free.at[slot])
 
-                stretch = pl.ds(pl.multiple_of(c * chunk, 64), chunk)
-                x_rows = pl.ds(zero(c), rows)  # behind x's last row the copy engine fills up with zeros
+                x_rows = pl.ds(zero(step), rows)  # behind x's last row the copy engine fills up with zeros
 
                 def copy_for(i: int, number: Any) -> None:
                     start = number * columns
                     of_group = lax.div(start, jnp.int32(group)) if group else None
                     start = lax.rem(start, jnp.int32(group)) if group else start
-                    x_source = gmem.x.at[x_rows, of_group, stretch] if grouped else gmem.x.at[x_rows, stretch]
-                    plgpu.copy_gmem_to_smem(x_source, x_smem.at[slot], full.at[slot])
-                    for side in range(sides):
-                        one = of_group if grouped else layers[i + side]
-                        w_rows = pl.ds(pl.multiple_of(start, CORE), columns)
-                        weight = gmem.weights[i + side]
-                        source = weight.at[w_rows, stretch] if one is None else weight.at[one, w_rows, stretch]
-                        place = pl.ds(pl.multiple_of(slot * owned + side * columns, CORE), columns)
-                        plgpu.copy_gmem_to_smem(source, w_smem.at[place], full.at[slot])
+                    for fold in range(folds):
+                        stretch = pl.ds(pl.multiple_of((step * folds + fold) * chunk, 64), chunk)
+                        x_source = gmem.x.at[x_rows, of_group, stretch] if grouped else gmem.x.at[x_rows, stretch]
+                        x_place = x_smem.at[slot, pl.ds(fold * rows, rows)]
+                        plgpu.copy_gmem_to_smem(x_source, x_place, full.at[slot])
+                        for side in range(sides):
+                            one = of_group if grouped else layers[i + side]
+                            w_rows = pl.ds(pl.multiple_of(start, CORE), columns)
+                            weight = gmem.weights[i + side]
+                            source = weight.at[w_rows, stretch] if one is None else weight.at[one, w_rows, stretch]
+                            row = (slot * folds + fold) * owned + side * columns
+                            place = w_smem.at[pl.ds(pl.multiple_of(row, CORE), columns)]
+                            plgpu.copy_gmem_to_smem(source, place, full.at[slot])
 
                 for_result(copy_for)
 
-            lax.fori_loop(0, division.chunks, copy, None)
+            lax.fori_loop(0, division.steps, copy, None)
 
         @pl.when(warpgroup == MULTIPLIER)
         def _multiply() -> None:
-            factor = added = None  # what does not depend on the product is on its way while that is made
+            # what does not depend on the product is on its way while that is made
+            factor = added = known_norm = None
             if gmem.square_sums is not None:
                 square_sums = plgpu.load(gmem.square_sums, layout=ROWS_BY_COLUMNS, optimized=False)
                 factor = lax.rsqrt(jnp.sum(square_sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
-            if gmem.residual is not None:
-                place = pl.ds(pl.multiple_of(tile * columns, CORE), columns)
-                added = plgpu.load(gmem.residual.at[:, place], layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
+            if len(widths) == 1:
+                only_place = pl.ds(pl.multiple_of(tile * columns, CORE), columns)
+                if gmem.residual is not None:
+                    residual = gmem.residual.at[:, only_place]
+                    added = plgpu.load(residual, layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
+                if gmem.norms[0] is not None:
+                    known_norm = load_norm(gmem.norms[0], only_place)
             sums_smem[...] = sums(w_smem, x_smem, full, free, division)
 
             def side(index: int) -> jax.Array:
                 """`[rows, columns]` of the sums, with the norm's factor, rounded as a product is."""
-                found = sums_smem.transpose((1, 0)).at[:, pl.ds(index * columns, columns)]
-                values = plgpu.load(found, layout=ROWS_BY_COLUMNS, optimized=False)
+                blocks = [
+                    sums_smem.transpose((1, 0)).at[pl.ds(fold * rows, rows), pl.ds(fold * owned + index * columns, columns)]
+                    for fold in range(folds)
+                ]
+                loaded = [plgpu.load(block, layout=ROWS_BY_COLUMNS, optimized=False) for block in blocks]
+                values = functools.reduce(operator.add, loaded)
                 if factor is not None:
                     values = values * lax.broadcast_in_dim(factor, values.shape, [0])
                 return values.astype(dtype).astype(jnp.float32)
@@ -283,14 +305,17 @@ def streamed_product(
                 if scaled_ref is None:
                     return
                 values = values.astype(jnp.float32)
-                norm = plgpu.load(gmem.norms[i].at[place], layout=ROWS_BY_COLUMNS.reduce(0), optimized=False)
-                scaled = values * lax.broadcast_in_dim(norm.astype(jnp.float32), values.shape, [1])
+                norm = load_norm(gmem.norms[i], place) if known_norm is None else known_norm
+                scaled = values * lax.broadcast_in_dim(norm, values.shape, [1])
                 scaled_ref[:, place] = scaled.astype(dtype)
                 squares_ref[:, number] = jnp.sum(values * values, axis=1)
                 if parts[i] > division.tiles[i]:
                     fill_zeros(squares_ref, number, division.tiles[i], parts[i])
 
             for_result(finish)
+
+    def load_norm(norm: Ref, place: pl.Slice) -> jax.Array:
+        return plgpu.load(norm.at[place], layout=ROWS_BY_COLUMNS.reduce(0), optimized=False).astype(jnp.float32)
 
     def fill_zeros(squares_ref: Ref, number: Any, first: int, end: int) -> None:
         @pl.when(number == 0)
@@ -312,10 +337,10 @@ def streamed_product(
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((stages * owned + TILE - owned, chunk), dtype, transforms=SWIZZLED),
-            plgpu.SMEM((stages, rows, chunk), dtype, transforms=SWIZZLED),
-            plgpu.SMEM((TILE, rows), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + sides, num_barriers=stages),
+            plgpu.SMEM(((stages - 1) * folds * owned + TILE, chunk), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((stages, folds * rows, chunk), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((TILE, folds * rows), jnp.float32),
+            plgpu.Barrier(num_arrivals=folds * (1 + sides), num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -332,24 +357,25 @@ def streamed_product(
 
 
 def sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
-    """`[64, rows]`: a program's weights times x, stage by stage. Rows that it does not own have no meaning."""
+    """`[64, folds * rows]`: a program's weights times x, step by step. Rows that it does not own have no meaning."""
     rows, stages = x_smem.shape[1], division.stages
     if jax.default_backend() != "gpu":
         return interpreted_sums(w_smem, x_smem, full, free, division)
 
     def accumulate(accumulator: Ref) -> jax.Array:
-        def multiply(c: jax.Array, _: None) -> None:
-            slot = lax.rem(c, jnp.int32(stages))
+        def multiply(step: jax.Array, _: None) -> None:
+            slot = lax.rem(step, jnp.int32(stages))
             plgpu.barrier_wait(full.at[slot])
-            w = w_smem.at[pl.ds(pl.multiple_of(slot * division.owned, CORE), TILE)]  # with rows of the stages behind it
+            # with rows of the stages behind it
+            w = w_smem.at[pl.ds(pl.multiple_of(slot * division.folds * division.owned, CORE), TILE)]
             plgpu.wgmma(accumulator, w, x_smem.at[slot].transpose((1, 0)))
             plgpu.wgmma_wait(1)
 
-            @pl.when(c > 0)
+            @pl.when(step > 0)
             def _free() -> None:
-                plgpu.barrier_arrive(free.at[lax.rem(c - 1, jnp.int32(stages))])
+                plgpu.barrier_arrive(free.at[lax.rem(step - 1, jnp.int32(stages))])
 
-        lax.fori_loop(0, division.chunks, multiply, None)
+        lax.fori_loop(0, division.steps, multiply, None)
         return accumulator[...]
 
     return pl.run_scoped(accumulate, plgpu.ACC((TILE, rows), jnp.float32))
@@ -357,19 +383,19 @@ def sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> 
 
 def interpreted_sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
     """`sums` for the interpreter, which has no tensor cores."""
-    rows, stages, owned = x_smem.shape[1], division.stages, division.owned
+    rows, stages, filled = x_smem.shape[1], division.stages, division.folds * division.owned
 
-    def multiply(c: jax.Array, total: jax.Array) -> jax.Array:
-        slot = lax.rem(c, jnp.int32(stages))
+    def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
+        slot = lax.rem(step, jnp.int32(stages))
         plgpu.barrier_wait(full.at[slot])
-        w = w_smem[pl.ds(slot * owned, owned)].astype(jnp.float32)
+        w = w_smem[pl.ds(slot * filled, filled)].astype(jnp.float32)
         total = total + w @ x_smem[slot].astype(jnp.float32).T
 
-        @pl.when(c + stages < division.chunks)
+        @pl.when(step + stages < division.steps)
         def _free() -> None:
             plgpu.barrier_arrive(free.at[slot])
 
         return total
 
-    total = lax.fori_loop(0, division.chunks, multiply, jnp.zeros((owned, rows), jnp.float32))
-    return jnp.concatenate([total, jnp.zeros((TILE - owned, rows), jnp.float32)])
+    total = lax.fori_loop(0, division.steps, multiply, jnp.zeros((filled, rows), jnp.float32))
+    return jnp.concatenate([total, jnp.zeros((TILE - filled, rows), jnp.float32)])
