@@ -99,13 +99,18 @@ def init_state(config: DrafterConfig, geometry: Geometry, *, dtype: Any = jnp.bf
     )
 
 
-def check_state(caller: str, state: DecodeState, weights_dtype: Any) -> None:
-    """Raise before dispatch if a state cannot be used: donated already, or of another geometry or dtype."""
-    config, geometry = state.config, state.geometry
+def check_alive(caller: str, state: DecodeState) -> None:
+    """Raise before dispatch if a state was donated already."""
     for name in ("pool", "ctx_len", "force_counter", "rope_cos", "rope_sin"):
         array = getattr(state, name)
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
             raise ValueError(f"{caller}: state.{name} was donated to an earlier call; use the state that call returned")
+
+
+def check_state(caller: str, state: DecodeState, weights_dtype: Any) -> None:
+    """Raise before dispatch if a state cannot be used: donated already, or of another geometry or dtype."""
+    config, geometry = state.config, state.geometry
+    check_alive(caller, state)
     expected = {
         "pool": (pool_shape(config, geometry), str(jnp.dtype(weights_dtype))),
         "ctx_len": ((geometry.max_batch + 1,), "int32"),

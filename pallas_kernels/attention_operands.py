@@ -19,7 +19,7 @@ from .norm_rope import negative_zero, norm_rope_pairs, split_pairs
 from .streamed_product import ROWS_BY_COLUMNS
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "num_rows"))
+@functools.partial(jax.jit, static_argnames=("eps",))
 def attention_operands(
     q: jax.Array,
     compressed: jax.Array,
@@ -30,7 +30,6 @@ def attention_operands(
     sin: jax.Array,
     *,
     eps: float,
-    num_rows: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The queries `[num_rows, heads, rank + rope]` and, as `norm_rope` makes them, the latents `[num_rows, rank + rope]`.
 
@@ -41,19 +40,20 @@ def attention_operands(
     Args:
         q: `[rows, heads * (nope + rope)]`, rows a multiple of 8; those from `num_rows` on are ignored.
         compressed: `[rows, rank + rope]`.
-        positions: `[rows]` int32.
+        positions: `[num_rows]` int32.
         k_b: `[heads, nope, rank]`; nope a multiple of 64, rank of 128, rope of 64 and below 256.
         kv_a_norm: `[rank]`.
         cos, sin: `[positions, rope/2]` fp32.
     """
-    rows, (heads, nope, rank), rope = q.shape[0], k_b.shape, 2 * cos.shape[1]
+    rows, num_rows, (heads, nope, rank), rope = q.shape[0], positions.shape[0], k_b.shape, 2 * cos.shape[1]
     head_dim, tiles, parts = nope + rope, rank // TILE, (rank + rope) // TILE
     table_length = cos.shape[0]
     (row_piece,) = pieces(TILE, q.dtype, TILE)
     swap = np.zeros((TILE, TILE), np.float32)
     swap[range(1, TILE, 2), range(0, TILE, 2)] = -1  # (re, im) becomes (-im, re)
     swap[range(0, TILE, 2), range(1, TILE, 2)] = 1
-    row_cos, row_sin = (jnp.repeat(at_positions(table, positions), 2, axis=1) for table in (cos, sin))
+    padded_positions = jnp.pad(positions, (0, rows - num_rows))
+    row_cos, row_sin = (jnp.repeat(at_positions(table, padded_positions), 2, axis=1) for table in (cos, sin))
 
     def attention_operands_kernel(
         q: Ref, k_b: Ref, swap: Ref, row_cos: Ref, row_sin: Ref, compressed: Ref, positions: Ref, kv_a_norm: Ref,

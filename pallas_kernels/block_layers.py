@@ -68,7 +68,7 @@ def block_layers(
     def padded(x: jax.Array) -> jax.Array:
         return jnp.pad(x, ((0, rows - num_rows), *((0, 0) for _ in x.shape[1:])))
 
-    positions = padded(query_positions.reshape(-1))
+    positions = query_positions.reshape(-1)
     h = padded(noise.reshape(num_rows, hidden_size))
     normed = normed_rows(h, params.layers[0].input_layernorm)
     latents = []
@@ -79,9 +79,8 @@ def block_layers(
         )  # fmt: skip
         (q,) = streamed_product(q_a.normed, [layer.q_b_proj], eps=eps, name="query_heads", **sizes)
         query, latent = attention_operands(
-            q.values, compressed.values, positions, layer.k_b, params.kv_a_layernorm[index], rope_cos, rope_sin,
-            eps=eps, num_rows=num_rows,
-        )  # fmt: skip
+            q.values, compressed.values, positions, layer.k_b, params.kv_a_layernorm[index], rope_cos, rope_sin, eps=eps
+        )
         latent = latent.reshape(B, block_size, config.latent_dim)
         latents.append(latent)
         attended = attend(index, query.reshape(B, block_size, heads, config.latent_dim), latent)
