@@ -105,17 +105,18 @@ def normed_rows(h: jax.Array, norm: jax.Array) -> Normed:
     return Normed((wide * norm.astype(jnp.float32)).astype(h.dtype), squares)
 
 
-def rows_per_program(widths: Sequence[int], programs: int, *, gated: bool = False, group: int | None = None) -> int:
-    """The fewest weight rows per program, a multiple of 8 that divides every result, for which all programs run at once.
+def rows_per_program(widths: Sequence[int], rows: int, programs: int, *, gated: bool = False, group: int | None = None) -> int:
+    """Weight rows per program, a multiple of 8 that divides every result: those for which the busiest multiprocessor, one of
+    `programs`, copies least, x's rows for each program counted.
 
     A gated product owns as many rows of the gate as of the other factor; a program of a grouped one stays inside a group.
     """
     sides = 2 if gated else 1
     divided = [*widths, *([] if group is None else [group])]
-    fitting = [r for r in range(CORE * sides, TILE + 1, CORE * sides) if all(n * sides % r == 0 for n in divided)]
+    fitting = [r for r in range(TILE, 0, -CORE * sides) if all(n * sides % r == 0 for n in divided)]
     if not fitting:
         raise ValueError(f"streamed_product: weights of {divided} rows do not divide into runs of {CORE} rows")
-    return next((r for r in fitting if sum(n * sides // r for n in widths) <= programs), fitting[-1])
+    return min(fitting, key=lambda owned: ceil_div(sum(n * sides // owned for n in widths), programs) * (owned + rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Division:
         """Of results of these widths; `group`: how many columns belong to one weight of a grouped product."""
         if K % CHUNKS[-1] or rows % CORE:
             raise ValueError(f"streamed_product: x is [{rows}, {K}], expected rows in multiples of {CORE}, K of {CHUNKS[-1]}")
-        owned = rows_per_program(widths, programs, gated=gated, group=group)
+        owned = rows_per_program(widths, rows, programs, gated=gated, group=group)
         fitting = max(1, TILE // max(owned, rows))
         chunk = next(c for c in CHUNKS if K % c == 0 and (fitting * (owned + rows) * c * 2 <= STAGE_BYTES or c == CHUNKS[-1]))
         folds = next(f for f in range(fitting, 0, -1) if K // chunk % f == 0)

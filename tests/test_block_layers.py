@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdspark import ops, presets
-from jdspark.drafter import LayersShape, ProductShape, block_layers, compress_context
+from jdspark.drafter import LayersShape, ProductShape, block_layers, compress_context, draft_logits
 from jdspark.rope import yarn_tables
 from pallas_kernels import block_layers as kernels
 from pallas_kernels import streamed_product as streaming
@@ -142,14 +142,17 @@ def test_products_around_the_layers():
 
 
 def test_rows_per_program():
-    """At K3 rank shapes all programs of a launch run at once, and few multiprocessors are idle."""
-    assert rows_per_program([1536, 576], 132) == 16  # 132 programs
-    assert rows_per_program([1536], 132) == 16
-    assert rows_per_program([7168], 132) == 56  # 128
-    assert rows_per_program([1792], 132, gated=True) == 32  # 112
-    assert rows_per_program([64 * 1000], 132) == 64, "more tiles than programs"
+    """At K3 rank shapes the programs of most launches run all at once, and few multiprocessors are idle."""
+    for rows in (8, 32):
+        assert rows_per_program([1536, 576], rows, 132) == 16  # 132 programs
+        assert rows_per_program([1536], rows, 132) == 16
+        assert rows_per_program([7168], rows, 132) == 56  # 128
+        assert rows_per_program([1792], rows, 132, gated=True) == 32  # 112
+        assert rows_per_program([64 * 1000], rows, 132) == 64, "more tiles than programs"
+    assert rows_per_program([20480], 8, 132) == 40  # 4 turns of 40 rows, not 3 of 64
+    assert rows_per_program([1024], 8, 132, group=128) == 8
     with pytest.raises(ValueError, match=r"\[12\] rows do not divide into runs of 8"):
-        rows_per_program([12], 132)
+        rows_per_program([12], 8, 132)
 
 
 @on_a_cpu
@@ -209,6 +212,21 @@ def test_interpreted_layers():
 @pytest.mark.parametrize("B", [1, 3, 4])
 def test_layers_on_a_gpu(B):
     compare_layers(presets.K3_RANK, B, 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 3, 4])
+def test_products_around_the_layers_on_a_gpu(B):
+    config, params = presets.K3_RANK, presets.k3_rank_drafter(0)
+    captured = jax.random.normal(jax.random.key(B), (8 * B, config.captured_size), jnp.bfloat16)
+    hidden = jax.random.normal(jax.random.key(B + 9), (B, 7, config.hidden_size), jnp.bfloat16)
+    plain = jax.jit(lambda params, x: compress_context(params, config, x))(params, captured)
+    found = jax.jit(lambda params, x: compress_context_in_pallas(params, config, x))(params, captured)
+    assert_close(found, np.asarray(plain, np.float64), 2 * ROUNDING)
+    plain = jax.jit(draft_logits)(params, hidden)
+    found = jax.jit(draft_logits_in_pallas)(params, hidden)
+    assert_close(found, np.asarray(plain, np.float64))
+    assert np.asarray(found).any(axis=(1, 2)).all()
 
 
 def test_what_the_kernels_do_not_take_is_named(monkeypatch):
