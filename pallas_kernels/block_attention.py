@@ -59,10 +59,6 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 )
 
 
-Pages = tuple[list[jax.Array], ...]
-"""The pages of some tiles, one tile after the other."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """Tiles `low..high-1` of the `count` tiles of request b; `step` is how many tiles the program has taken before."""
@@ -278,10 +274,6 @@ def split(
             column = lax.div(t * KEYS, jnp.int32(page_size))
             return [tables[piece.b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
 
-        def pages_ahead(piece: Piece) -> Pages:
-            """Of the piece's first tiles: a table's entries are asked for as many tiles ahead as shared memory holds."""
-            return tuple(pages(piece, piece.low + i) for i in range(STAGES))
-
         def readable(piece: Piece, t: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
             """Whether these pages of context tile t are some that the request can read."""
             start = lax.div(t * KEYS, jnp.int32(page_size)) * page_size
@@ -300,15 +292,15 @@ def split(
 
             def work(piece: Piece) -> None:
                 b, last = piece.b, piece.count - 1
-                first_pages = pages_ahead(piece)
+                found = pages(piece, piece.low)
                 plgpu.barrier_wait(q_free)
                 for i in range(width // 64):
                     part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
                     plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
 
-                def tile(t: jax.Array, ahead: Pages) -> Pages:
+                def tile(t: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
                     slot = stage(piece, t)
-                    found, following = ahead[0], (*ahead[1:], pages(piece, t + STAGES))
+                    following = pages(piece, t + 1)  # on their way while this tile waits for its place
                     plgpu.barrier_wait(kv_free.at[slot])
 
                     # the copy engine fills what lies behind the pool, or behind the block, with zeros
@@ -328,7 +320,7 @@ def split(
 
                     return following
 
-                lax.fori_loop(piece.low, piece.high, tile, first_pages)
+                lax.fori_loop(piece.low, piece.high, tile, found)
 
             walk(work)
             plgpu.barrier_wait(q_free)
@@ -342,14 +334,12 @@ def split(
 
             def work(piece: Piece) -> None:
                 b, last = piece.b, piece.count - 1
-                first_pages = pages_ahead(piece)
                 plgpu.barrier_wait(q_full)
 
-                def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array, Pages]) -> tuple[jax.Array, jax.Array, Pages]:
-                    maximum, total, ahead = carry
+                def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    maximum, total = carry
                     slot = stage(piece, t)
-                    there = [found | (t == last) for found in readable(piece, t, ahead[0])]
-                    following = (*ahead[1:], pages(piece, t + STAGES))
+                    there = [found | (t == last) for found in readable(piece, t, pages(piece, t))]
                     keys = num_keys(piece, t)
                     # the readable keys are a range: of one page, or of two
                     from_key = jnp.where(there[0], 0, jnp.int32(copied))
@@ -367,11 +357,11 @@ def split(
                     weights_smem[...] = weights.astype(weights_smem.dtype)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(weights_full)
-                    return risen, total * decay + weights.sum(axis=1), following
+                    return risen, total * decay + weights.sum(axis=1)
 
                 layout = plgpu.Layout.WGMMA.reduce(1)
-                start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout), first_pages)
-                maximum, total, _ = lax.fori_loop(piece.low, piece.high, tile, start)
+                start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
+                maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
                 plgpu.barrier_arrive(q_free)
                 stats[row_block, 0, :, program + b] = maximum
                 stats[row_block, 1, :, program + b] = total
