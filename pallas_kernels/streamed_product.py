@@ -271,13 +271,12 @@ def streamed_product(
             if gmem.square_sums is not None:
                 square_sums = plgpu.load(gmem.square_sums, layout=ROWS_BY_COLUMNS, optimized=False)
                 factor = lax.rsqrt(jnp.sum(square_sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
-            if len(widths) == 1:
-                only_place = pl.ds(pl.multiple_of(tile * columns, CORE), columns)
-                if gmem.residual is not None:
-                    residual = gmem.residual.at[:, only_place]
-                    added = plgpu.load(residual, layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
-                if gmem.norms[0] is not None:
-                    known_norm = load_norm(gmem.norms[0], only_place)
+            of_tile = pl.ds(pl.multiple_of(tile * columns, CORE), columns)  # where there is but one result
+            if gmem.residual is not None:
+                residual = gmem.residual.at[:, of_tile]
+                added = plgpu.load(residual, layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
+            if len(widths) == 1 and gmem.norms[0] is not None:
+                known_norm = load_norm(gmem.norms[0], of_tile)
             sums_smem[...] = sums(w_smem, x_smem, full, free, division)
 
             def side(index: int) -> jax.Array:
