@@ -388,6 +388,11 @@ def test_the_loop_of_whole_steps(drawn):
         assert compare(ours, theirs)
 
 
+def test_the_hosts_part_of_a_call_is_not_device_time(monkeypatch):
+    monkeypatch.setattr(whole_step, "seconds_of", lambda call: call())
+    assert whole_step.loop_seconds(lambda times: 0.5 + times * 0.25) == 0.25
+
+
 def test_offsets_share_no_page_that_a_step_writes():
     rng = np.random.default_rng(0)
     for num_pages in (40, 400):

@@ -31,7 +31,7 @@ from .parts import PARTS, Row, Run, guarded
 from .scale import Scale, choose_scale
 
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
-LIMIT, QUICK_LIMIT = 540.0, 110.0
+LIMIT, QUICK_LIMIT = 1800.0, 110.0
 """Seconds, by default."""
 GRACE = 30.0
 """Seconds past its limit after which a part's process is ended."""
