@@ -45,8 +45,9 @@ class Figures:
     device_us: float | None = None
     """Device time, launch gaps inside a step included; `device_clock` says how it was taken."""
     device_clock: str = ""
-    """`events` (CUDA events around replays of a graph), `loop` (host clock over one dispatch of a jitted loop of many steps;
-    of the whole step over two, see `whole_step.loop_seconds`), `profile` (from the first kernel's start to the last one's end, in a profile, which runs no command buffers)."""
+    """`events` (CUDA events around replays of a graph), `loop` (host clock over one dispatch of a jitted loop of many steps; of
+    the whole step over two, see `whole_step.loop_seconds`), `profile` (from the first kernel's start to the last one's end, in
+    a profile, which runs no command buffers)."""
     kernel_us: float | None = None
     """Kernels and copies alone, from a profile."""
     launches: float | None = None
