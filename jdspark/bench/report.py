@@ -104,6 +104,7 @@ def step_time(row: Row) -> float | None:
 def plot(path: Path, rows: Sequence[Row], machine: dict[str, Any]) -> None:
     """The whole step's time against context (B = 1) and against B (shortest context), with the floor."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     rows = [row for row in rows if row.part == "step" and step_time(row) is not None]
     shortest = min((row.context for row in rows), default=0)
@@ -120,6 +121,8 @@ def plot(path: Path, rows: Sequence[Row], machine: dict[str, Any]) -> None:
         if floor and machine["on_gpu"]:
             axes.plot(*zip(*floor), color="black", linestyle="--", label="floor")
         axes.set(xlabel=label, ylabel="us per step", title=title, ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if rows:
         figure.axes[0].legend(fontsize="small")
     figure.suptitle(machine["what"], fontsize="small")
