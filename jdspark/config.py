@@ -335,8 +335,8 @@ class StepOptions:
     """Run the context projection beside sample/accept on pure-generation steps; never changes a bit."""
     backend: Literal["auto"] | Backend = "auto"
     """Backend of every op that has a kernel for it. `auto`: XLA; with `fused_prologue`, on a GPU, for each exact op the faster
-    of XLA and Pallas by `op_times.json`. Name another backend in `store_prefill_context` as well: latents of one pool come
-    from one arithmetic."""
+    of XLA and Pallas by `op_times.json`. Name another backend in `store_prefill_context` as well: a pool's latents then have
+    one norm and rope. Their products as well on XLA and Triton; Pallas has them for a step's few rows only."""
     float_backend: Backend | None = None
     """Backend of the floating-point ops (`FloatBackends`, and the Markov chain with its product) if not `backend`'s choice.
     `"triton"` runs every one of them from the source that the torch twin launches: the two steps then agree in every bit."""

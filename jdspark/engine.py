@@ -251,7 +251,6 @@ class Engine:
         self._greedy_step = make_decode_step(config, geometry, options)
         self._sampling_step = make_decode_step(config, geometry, dataclasses.replace(options, sampling=True))
         self._drawn: jax.Array | None = None
-        # the latents of one pool come from one arithmetic, the prompts' and the steps'
         self._cache = target.init_cache(geometry.max_batch + 1, geometry.max_ctx + geometry.max_draft_len)
         self._state = init_state(config, geometry, dtype=params.kv_a_proj.dtype) if self.drafting else None
         self._slots = RequestSlots(geometry)

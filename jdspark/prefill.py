@@ -110,7 +110,8 @@ def store_prefill_context(
         rows: `[N]` int32, the batch row of each token, `0 .. num_contexts-1`; -1 is padding.
         slots: `[num_contexts]` int32. A row in the dummy slot (a refused request) stores nothing.
         encoded_offsets: `[pools, seqs, 2, max_blocks]` int32, see `refresh_block_tables`.
-        backend: of every op, norm and rope included: the one that the step's options name, `"xla"` for `auto`.
+        backend: of every op, norm and rope included: the one that the step's options name, `"xla"` for `auto`. `"pallas"` has
+            its products, whose kernels are for a step's few rows, from XLA.
         float_backend: of the floating-point ops, where the step's options name one.
 
     Returns:

@@ -273,11 +273,12 @@ class DecodeStep:
         Inside a `jax.jit` of the caller's, at least one of the arrays must be an argument of it.
         """
         leaves, structure = jax.tree.flatten((params, state, inputs))
+        # all that `check` looks at, which takes the host a tenth of a millisecond, but for a number that only equals an integer
         shapes = structure, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
-        if shapes in self._checked:
+        if type(inputs.num_contexts) is int and shapes in self._checked:
             check_alive("decode step", state)
         else:
-            self.check(params, state, inputs)  # looks at nothing else, and takes the host a tenth of a millisecond
+            self.check(params, state, inputs)
             self._checked.add(shapes)
         changing, constant = split(state)
         outputs, changing = self._jitted_for(params, state, inputs, leaves)(params, changing, constant, inputs)

@@ -18,23 +18,24 @@ from jdspark.params import DrafterParams
 
 from .attention_operands import attention_operands
 from .launch import CORE, TILE, WARPGROUP, ceil_div
-from .streamed_product import MAX_ROWS, Stacked, normed_rows, streamed_product, whole_rows
+from .streamed_product import Stacked, normed_rows, streamed_product, unsupported_rows, whole_rows
+
+MAX_NOPE = 1024
+"""What a program that multiplies with `k_b` has shared memory for."""
 
 
 def unsupported(shape: LayersShape) -> str | None:
     """None if the kernels can run these layers here, else the reason."""
     config = shape.config
-    if jax.default_backend() != "gpu":
-        return "off a GPU its copies and products are threads of an interpreter, too slow for a step"
-    if shape.dtypes != ("bfloat16",):
-        return f"its kernels multiply bfloat16, the weights are {', '.join(shape.dtypes)}"
-    if shape.rows > MAX_ROWS:
-        return f"the step has {shape.rows} rows (B * block_size), its kernels are for up to {MAX_ROWS}"
+    if reason := unsupported_rows(shape.rows, shape.dtypes):
+        return reason
     for name in ("hidden_size", "q_lora_rank", "intermediate_size", "qk_nope_head_dim", "qk_rope_head_dim"):
         if getattr(config, name) % TILE:
             return f"{name} is {getattr(config, name)}, its kernels need a multiple of {TILE}"
     if config.kv_lora_rank % WARPGROUP:
         return f"kv_lora_rank is {config.kv_lora_rank}, its kernels need a multiple of {WARPGROUP}"
+    if config.qk_nope_head_dim > MAX_NOPE:
+        return f"qk_nope_head_dim is {config.qk_nope_head_dim}, its kernels take up to {MAX_NOPE}"
     if config.qk_rope_head_dim >= 2 * WARPGROUP:
         return f"qk_rope_head_dim is {config.qk_rope_head_dim}, its kernels need less than {2 * WARPGROUP}"
     if config.v_head_dim % CORE or config.num_attention_heads * config.v_head_dim % TILE:
@@ -65,11 +66,8 @@ def block_layers(
     num_rows = B * block_size
     rows = ceil_div(num_rows, CORE) * CORE
 
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, rows - num_rows), *((0, 0) for _ in x.shape[1:])))
-
     positions = query_positions.reshape(-1)
-    h = padded(noise.reshape(num_rows, hidden_size))
+    h = jnp.pad(noise.reshape(num_rows, hidden_size), ((0, rows - num_rows), (0, 0)))
     normed = normed_rows(h, params.layers[0].input_layernorm)
     latents = []
     for index, layer in enumerate(params.layers):

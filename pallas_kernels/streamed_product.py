@@ -78,14 +78,21 @@ MAX_ROWS = 32
 """Rows up to which weights, and not the rows' own traffic, decide how long a product takes."""
 
 
-def unsupported(shape: ProductShape) -> str | None:
-    """None if the kernel can run this product here, else the reason."""
+def unsupported_rows(rows: int, dtypes: Sequence[str]) -> str | None:
+    """None if products of so many rows with weights of these dtypes can run here, else the reason."""
     if jax.default_backend() != "gpu":
         return "off a GPU its copies and products are threads of an interpreter, too slow for a step"
-    if shape.dtypes != ("bfloat16",):
-        return f"its kernel multiplies bfloat16, the weights are {', '.join(shape.dtypes)}"
-    if shape.rows > MAX_ROWS:
-        return f"the step has {shape.rows} rows, its kernel is for up to {MAX_ROWS}"
+    if tuple(dtypes) != ("bfloat16",):
+        return f"its kernels multiply bfloat16, the weights are {', '.join(dtypes)}"
+    if rows > MAX_ROWS:
+        return f"the step has {rows} rows, its kernels are for up to {MAX_ROWS}"
+    return None
+
+
+def unsupported(shape: ProductShape) -> str | None:
+    """None if the kernel can run this product here, else the reason."""
+    if reason := unsupported_rows(shape.rows, shape.dtypes):
+        return reason
     for name, N, K in shape.weights:
         if N % CORE or K % TILE:
             return f"{name} is [{N}, {K}], its kernel needs multiples of {CORE} and {TILE}"
@@ -357,8 +364,8 @@ def streamed_product(
 
 
 def sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
-    """`[64, folds * rows]`: a program's weights times x, step by step. Rows that it does not own have no meaning."""
-    rows, stages = x_smem.shape[1], division.stages
+    """`[64, folds * rows]`: a program's weights times x, step by step. Only sums of a chunk with itself have a meaning."""
+    folded_rows, stages = x_smem.shape[1], division.stages
     if jax.default_backend() != "gpu":
         return interpreted_sums(w_smem, x_smem, full, free, division)
 
@@ -378,12 +385,12 @@ def sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> 
         lax.fori_loop(0, division.steps, multiply, None)
         return accumulator[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((TILE, rows), jnp.float32))
+    return pl.run_scoped(accumulate, plgpu.ACC((TILE, folded_rows), jnp.float32))
 
 
 def interpreted_sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
     """`sums` for the interpreter, which has no tensor cores."""
-    rows, stages, filled = x_smem.shape[1], division.stages, division.folds * division.owned
+    folded_rows, stages, filled = x_smem.shape[1], division.stages, division.folds * division.owned
 
     def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
         slot = lax.rem(step, jnp.int32(stages))
@@ -397,5 +404,5 @@ def interpreted_sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: D
 
         return total
 
-    total = lax.fori_loop(0, division.steps, multiply, jnp.zeros((filled, rows), jnp.float32))
-    return jnp.concatenate([total, jnp.zeros((TILE - filled, rows), jnp.float32)])
+    total = lax.fori_loop(0, division.steps, multiply, jnp.zeros((filled, folded_rows), jnp.float32))
+    return jnp.concatenate([total, jnp.zeros((TILE - filled, folded_rows), jnp.float32)])

@@ -186,6 +186,9 @@ MUTANTS = (
     pallas("block_layers", "lax.rem(start, jnp.int32(group)) if group", "start if group", file="streamed_product"),
     pallas("block_layers", "range(first, end)", "range(first, end - 1)", file="streamed_product"),
     pallas("block_layers", "(step * folds + fold) * chunk", "step * folds * chunk", file="streamed_product"),
+    pallas("block_layers", "(step * folds + fold) * chunk", "(step + fold) * chunk", file="streamed_product"),
+    pallas("block_layers", "(slot * folds + fold) * owned", "(slot + fold) * owned", file="streamed_product"),
+    pallas("block_layers", "K // chunk // folds", "1 if folds > 1 else K // chunk", file="streamed_product"),
     # Triton
     triton("refresh_block_tables", "(encoded >= 0)", "(encoded > 0)"),
     triton("refresh_block_tables", "mask=inside, other=-1", "mask=inside, other=0"),

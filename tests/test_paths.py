@@ -90,8 +90,8 @@ def test_a_mask_row_of_another_dtype_stays_plain():
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas"])
-def test_prefill_and_step_store_one_arithmetic(params, geometry, backend):
-    """The same tokens through the prompt store and through the step's project_context on the same backend: equal bits."""
+def test_prefill_and_project_context_have_one_arithmetic(params, geometry, backend):
+    """The same tokens through the prompt store and through project_context on the backend's single ops: equal bits."""
     target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
     target.grow(0, 30)
     chunk = target.prompt(0, 0, 16)
@@ -116,6 +116,11 @@ def test_explain_and_the_log_say_why(params, geometry, caplog):
     assert list(explained) == list(STEP_OPS)
     assert explained["prepare_step"] == "pallas"
     assert explained["block_attention"].startswith("xla (not pallas: off a GPU its warpgroups run as threads")
+    assert explained["compress_context"].startswith("xla (not pallas: off a GPU its copies and products")
+    without = dataclasses.replace(params, fc=None, hidden_norm=None, lm_head=None)
+    explained = make_decode_step(TINY, geometry, StepOptions(backend="pallas", fused_prologue=True)).explain(without, 1)
+    assert explained["compress_context"] == "xla (the drafter has no fc)"
+    assert explained["draft_logits"] == "xla (there is no lm_head)"
 
 
 @pytest.mark.parametrize("layout", ["layer_major", pytest.param("page_major", marks=pytest.mark.long)])

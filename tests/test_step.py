@@ -381,6 +381,7 @@ def spoiled(inputs, **changes):
         (lambda x: spoiled(x, slots=x.slots[:1]), ValueError, r"slots has shape \[1\], expected \[B=2\]"),
         (lambda x: spoiled(x, slots=[0, 1]), TypeError, "slots is a list, expected an array"),
         (lambda x: spoiled(x, num_contexts=-1), ValueError, "num_contexts is -1"),
+        (lambda x: spoiled(x, num_contexts=False), ValueError, "num_contexts is False"),
     ],
 )
 def test_bad_inputs_are_refused_before_dispatch(params, geometry, target, state, change, error, message):
@@ -391,7 +392,9 @@ def test_bad_inputs_are_refused_before_dispatch(params, geometry, target, state,
     assert step.compilations == 0
     for name in ("pool", "ctx_len", "force_counter"):
         assert compare(getattr(state, name), getattr(before, name)), name
-    step(params, state, batch(target))  # and the state is still good
+    _, after = step(params, state, batch(target))  # and the state is still good
+    with pytest.raises(error, match=message):  # also by a step that has accepted others
+        step(params, after, change(batch(target)))
 
 
 def test_bad_params_and_states_are_refused(params, geometry, target, state):
@@ -423,6 +426,8 @@ def test_bad_params_and_states_are_refused(params, geometry, target, state):
     _, after = step(params, state, inputs)
     with pytest.raises(ValueError, match=r"state\.pool was donated to an earlier call; use the state that call returned"):
         step(params, state, inputs)
+    with pytest.raises(ValueError, match=r"params\.lm_head has shape \[64, 31\]"):
+        step(params.with_lm_head(params.lm_head[:, :-1]), after, inputs)
     step(params, after, inputs)
 
 

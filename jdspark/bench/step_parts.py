@@ -107,7 +107,8 @@ def draw_part_operands(
 
 
 def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> Callable[[PartOperands], Any]:
-    """`f(operands)` of one part, all layers of it; ops without a kernel for the backend run on XLA.
+    """`f(operands)` of one part, all layers of it; ops without a kernel for the backend run on XLA, and so do the products that
+    Pallas has for a whole step only (`COMPOSED_OPS`).
 
     The two parts that write into the pool return it: their caller donates it.
     """
