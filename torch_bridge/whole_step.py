@@ -143,6 +143,47 @@ def stored_latents(state: DecodeState, encoded_offsets: np.ndarray, positions: n
     return pool[pages, :, offsets]
 
 
+@dataclasses.dataclass
+class Schedule:
+    """What every batch of a run holds."""
+
+    target: ScriptedTarget
+    prompt_lens: Sequence[int]
+    """One gen request per prompt; each is prefilled in two chunks."""
+    dummy_rows: int
+    """Padding rows at the end of every batch, all in the dummy slot."""
+    context_steps: Sequence[int]
+    """Steps whose batch also holds a new request's prompt as a context row."""
+    prefill: Callable[[int, int], None]
+    """Stores a prompt of so many tokens in a slot, on all sides."""
+
+    def __post_init__(self) -> None:
+        geometry = self.target.geometry
+        self._slots = [*range(len(self.prompt_lens)), *[geometry.dummy_slot] * self.dummy_rows]
+        self._new_slot = len(self.prompt_lens)
+        self.draft_tokens = np.zeros((len(self._slots), geometry.max_draft_len), np.int32)
+        """Of the step that is next."""
+        self.accepted: list[list[int]] = []
+        """`num_accepted` of every step's gen rows."""
+        for slot, length in enumerate(self.prompt_lens):
+            self.prefill(slot, length)
+
+    def inputs(self, number: int, ctx_len: Any) -> StepInputs:
+        """Of step `number`; `ctx_len`: the slots' lengths ahead of it."""
+        self.target.grow_ahead(len(self.prompt_lens), ctx_len)
+        context_slots = []
+        if number in self.context_steps:
+            self.prefill(self._new_slot, 11)
+            context_slots, self._new_slot = [self._new_slot], self._new_slot + 1
+        return self.target.step_inputs(self.draft_tokens, self._slots, context_slots)
+
+    def made(self, outputs: StepOutputs) -> None:
+        """The step's outputs are there."""
+        self.draft_tokens = to_numpy(outputs.draft_tokens)
+        B = self.draft_tokens.shape[0]
+        self.accepted.append([int(n) for n in to_numpy(outputs.num_accepted)[-B:]])
+
+
 def compare_steps(
     config: DrafterConfig,
     params: DrafterParams,
@@ -158,9 +199,7 @@ def compare_steps(
     """Prefill some prompts, then run `num_steps` decode steps on both sides and compare them after each.
 
     Args:
-        prompt_lens: one gen request per prompt; each is prefilled in two chunks.
-        dummy_rows: padding rows at the end of every batch, all in the dummy slot.
-        context_steps: steps whose batch also holds a new request's prompt as a context row.
+        prompt_lens, dummy_rows, context_steps: see `Schedule`.
     """
     rng = np.random.default_rng(seed)
     target = ScriptedTarget(config, geometry, rng)
@@ -174,7 +213,6 @@ def compare_steps(
     step = make_decode_step(config, geometry, options)
     bound = WHOLE_STEP_BOUNDS[np.dtype(dtype).name]
     rows: dict[tuple[str, bool], Row] = {}
-    accepted: list[list[int]] = []
 
     def enter(name: str, ours: Any, theirs: Any, bounded: bool = False) -> None:
         row = rows.setdefault((name, bounded), Row(name, ("jax", "torch"), bound=bound if bounded else None))
@@ -202,18 +240,9 @@ def compare_steps(
             enter("prefill: pool", state.pool, carried.pool)
             enter("prefill: ctx_len", state.ctx_len, carried.ctx_len)
 
-    for slot, length in enumerate(prompt_lens):
-        prefill(slot, length)
-    slots = [*range(len(prompt_lens)), *[geometry.dummy_slot] * dummy_rows]
-    new_slot = len(prompt_lens)
-    draft_tokens = np.zeros((len(slots), geometry.max_draft_len), np.int32)
+    schedule = Schedule(target, prompt_lens, dummy_rows, context_steps, prefill)
     for number in range(num_steps):
-        target.grow_ahead(len(prompt_lens), state.ctx_len)
-        context_slots = []
-        if number in context_steps:
-            prefill(new_slot, 11)
-            context_slots, new_slot = [new_slot], new_slot + 1
-        inputs = target.step_inputs(draft_tokens, slots, context_slots)
+        inputs = schedule.inputs(number, state.ctx_len)
         torch_inputs = twin.as_torch(inputs)
         alone = twin.as_torch(state)
 
@@ -239,13 +268,11 @@ def compare_steps(
         enter("draft_logits", ours[0], theirs[0], bounded=True)
         for name in ("accepted_tokens", "num_accepted", "advertised"):
             enter(f"{name} (own floats)", getattr(outputs, name), getattr(own, name))
-
-        draft_tokens = to_numpy(outputs.draft_tokens)
-        accepted.append([int(n) for n in to_numpy(outputs.num_accepted)[len(context_slots) :]])
+        schedule.made(outputs)
     return WholeStepReport(
         [row for (_, bounded), row in rows.items() if not bounded],
         [row for (_, bounded), row in rows.items() if bounded],
-        accepted,
+        schedule.accepted,
         step,
         state,
     )
@@ -325,7 +352,7 @@ def compare_step_bits(
         options: of all sides; its floating-point ops must run on `triton`.
         fast_options: of a further JAX step from a copy of the state before each step, whose differences are counted.
         graph: compare a CUDA graph of the twin as well.
-        prompt_lens, dummy_rows, context_steps: see `compare_steps`.
+        prompt_lens, dummy_rows, context_steps: see `Schedule`.
 
     Raises:
         ValueError: the options' floating-point ops do not run on `triton`.
@@ -351,7 +378,6 @@ def compare_step_bits(
         twins["torch graph"] = GraphTwin(torch_params, graph_state, options), graph_state
     rows: dict[str, Row] = {}
     fast: dict[str, tuple[int, int]] = {}
-    accepted: list[list[int]] = []
 
     def enter(side: str, name: str, ours: Any, theirs: Any) -> None:
         row = rows.setdefault(f"{side} {name}", Row(name, ("jax", side)))
@@ -375,18 +401,9 @@ def compare_step_bits(
                 twin.store_prefill_context(torch_params, theirs, **twin.as_torch(chunk), ops=twin.float_ops(options))
                 enter_state(f"{side}, prefill", theirs)
 
-    for slot, length in enumerate(prompt_lens):
-        prefill(slot, length)
-    slots = [*range(len(prompt_lens)), *[geometry.dummy_slot] * dummy_rows]
-    new_slot = len(prompt_lens)
-    draft_tokens = np.zeros((len(slots), geometry.max_draft_len), np.int32)
+    schedule = Schedule(target, prompt_lens, dummy_rows, context_steps, prefill)
     for number in range(num_steps):
-        target.grow_ahead(len(prompt_lens), state.ctx_len)
-        context_slots = []
-        if number in context_steps:
-            prefill(new_slot, 11)
-            context_slots, new_slot = [new_slot], new_slot + 1
-        inputs = jax.tree.map(jnp.asarray, target.step_inputs(draft_tokens, slots, context_slots))
+        inputs = jax.tree.map(jnp.asarray, schedule.inputs(number, state.ctx_len))
         torch_inputs = jax.tree.map(to_torch, inputs)
         fast_outputs = None
         if fast_step is not None:
@@ -404,10 +421,8 @@ def compare_step_bits(
                 ours = named_arrays(outputs)[name]
                 differ, total = fast.get(name, (0, 0))
                 fast[name] = (differ + max(compare(array, ours).mismatches, 0), total + ours.size)
-
-        draft_tokens = to_numpy(outputs.draft_tokens)
-        accepted.append([int(n) for n in to_numpy(outputs.num_accepted)[len(context_slots) :]])
-    return BitsReport(list(rows.values()), fast, accepted, step, state)
+        schedule.made(outputs)
+    return BitsReport(list(rows.values()), fast, schedule.accepted, step, state)
 
 
 def named_arrays(outputs: StepOutputs) -> dict[str, Any]:
