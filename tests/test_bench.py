@@ -167,6 +167,8 @@ def test_figures_of_a_profile_are_per_step(monkeypatch):
     figures = measure(build, rounds=1, calls=1, profiled_calls=4)
     assert figures["loop"].device_us == figures["loop"].wall_us > 0
     assert figures["part"].note.startswith("no profile: RuntimeError: the trace has 0 marked segments")
+    assert figures["part"].failed
+    assert not lost.failed
 
 
 def test_a_function_that_does_not_compile_is_an_exception_in_its_place():

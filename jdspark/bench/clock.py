@@ -61,6 +61,14 @@ class Figures:
     error: str = ""
     note: str = ""
 
+    @property
+    def failed(self) -> bool:
+        """Whether something of it broke: a variant, or the profile of its cell, without which its times by the clock stand."""
+        return bool(self.error) or NO_PROFILE in self.note
+
+
+NO_PROFILE = "no profile: "
+
 
 class Deadline:
     """A time limit that is asked before each piece of work."""
@@ -175,7 +183,7 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
             _profile(sound, figures, profiled_calls)
         except Exception as error:  # the times by the clock stand without it
             for name in sound:
-                figures[name].note = f"no profile: {describe(error)}"
+                figures[name].note = NO_PROFILE + describe(error)
 
 
 def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int) -> dict[str, Figures]:

@@ -127,7 +127,7 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     report.print_tables(list(rows.values()), machine)
     if args.plot is not None:
         report.plot(args.plot, list(rows.values()), machine)
-    return 1 if any(row.figures.error for row in rows.values()) else 0
+    return 1 if any(row.figures.failed for row in rows.values()) else 0
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
