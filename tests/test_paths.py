@@ -78,7 +78,10 @@ def test_an_older_gpu_is_named(monkeypatch):
 
     monkeypatch.setattr(backends.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(backends.jax, "devices", lambda: [Ampere()])
-    assert backends.why_unavailable("pallas") == "Mosaic GPU needs compute capability 9.0 (Hopper), this GPU has 8.0"
+    assert (
+        backends.why_unavailable("pallas")
+        == "the kernels are for compute capability 9 (Hopper's tensor cores), this GPU has 8.0"
+    )
 
 
 def test_a_mask_row_of_another_dtype_stays_plain():
