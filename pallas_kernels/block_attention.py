@@ -61,7 +61,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tiles `low..high-1` of the `count` tiles of request b; `step` is how many tiles the program has taken before."""
+    """Every `stride`-th tile from `low` to before `high`, of the `count` tiles of request b."""
 
     b: jax.Array
     tokens: jax.Array
@@ -69,7 +69,16 @@ class Piece:
     count: jax.Array
     low: jax.Array
     high: jax.Array
+    stride: int
     step: jax.Array
+    """How many tiles the program has taken before."""
+    is_last: jax.Array
+    """Whether no later program has a piece of the request."""
+
+    def fold[Carry](self, work: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry) -> Carry:
+        """The last of the carries of `work(t, step, carry)` for each tile t, the program's `step`-th."""
+        taken = lax.div(self.high - self.low + jnp.int32(self.stride - 1), jnp.int32(self.stride))
+        return lax.fori_loop(0, taken, lambda i, carry: work(self.low + i * self.stride, self.step + i, carry), carry)
 
 
 def unsupported(shape: AttentionShape) -> str | None:
@@ -169,9 +178,9 @@ def padded_rows(x: jax.Array) -> jax.Array:
     return x if rows <= CORE or rows % CORE == 0 else jnp.pad(x, ((0, 0), (0, -rows % CORE), (0, 0)))
 
 
-def num_tiles(advertised: Any, limit: int) -> Any:
-    """Tiles of a request: those of its context, at most `limit` tokens, and one for the block itself."""
-    return lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
+def num_tiles(tokens: Any) -> Any:
+    """Tiles of a request: those of its context of so many tokens, and one for the block itself."""
+    return lax.div(tokens + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
 
 
 def first_tile(program: Any, tiles: Any, programs: int) -> Any:
@@ -184,27 +193,29 @@ def summed(values: list[Any]) -> Any:
     return functools.reduce(operator.add, values)
 
 
-def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, Any, Any, Any, Any]:
+def requests_of(lengths: list[Any], counts: list[Any], program: Any, programs: int) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Where a program's run of tiles lies.
 
     Args:
-        counts: tiles of each request.
+        lengths, counts: context tokens and tiles of each request.
 
     Returns:
         the first tile of the run and the one behind its last, the first request with a tile in it and the one behind the
-        last, and the first request's first tile.
+        last, and the first request's first tile and tokens.
     """
     tiles = summed(counts)
     begin, end = first_tile(program, tiles, programs), first_tile(program + 1, tiles, programs)
     one, zero = jnp.int32(1), jnp.int32(0)
     start = first = behind = first_start = zero
-    for count in counts:
+    first_tokens = lengths[0]
+    for tokens, count in zip(lengths, counts):
         stop = start + count
         first = first + jnp.where(stop <= begin, one, zero)
         first_start = jnp.where(stop <= begin, stop, first_start)
+        first_tokens = jnp.where(start <= begin, tokens, first_tokens)
         behind = behind + jnp.where(start < end, one, zero)
         start = stop
-    return begin, end, first, behind, first_start
+    return begin, end, first, behind, first_start, first_tokens
 
 
 @functools.partial(
@@ -250,29 +261,40 @@ def split(
 
     def attention_split(
         query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, layer_row: Ref, sums: Ref, stats: Ref,
-        bounds: Ref, q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
+        bounds: Ref, q_or_sums_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
         q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, decay_full: Ref, weights_full: Ref, weights_free: Ref,
     ) -> None:  # fmt: skip
         program, row_block, warpgroup = (lax.axis_index(axis) for axis in ("program", "row_block", "warpgroup"))
+        q_smem, sums_smem = q_or_sums_smem
         first_row = layer_row[0]
-        counts = [num_tiles(advertised[b], limit) for b in range(B)]
-        begin, end, first, behind, first_start = requests_of(counts, program, programs)
+
+        def pages(b: Any, t: jax.Array) -> list[jax.Array]:
+            """Pages of context tile t of request b."""
+            column = lax.div(t * KEYS, jnp.int32(page_size))
+            return [tables[b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
+
+        # a lone request's tiles go round the programs, so that the first one's pages are on their way before its length is known
+        known_pages = pages(0, program) if B == 1 else None
+        lengths = [jnp.clip(advertised[b], 0, limit) for b in range(B)]
+        counts = [num_tiles(tokens) for tokens in lengths]
+        begin, end, first, behind, first_start, first_tokens = requests_of(lengths, counts, program, programs)
 
         def walk(work: Callable[[Piece], None]) -> None:
-            def visit(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                start, step = carry
-                tokens = jnp.clip(advertised[b], 0, limit)
-                count = num_tiles(tokens, limit)
+            if B == 1:
+                (tokens,), (count,), zero = lengths, counts, jnp.int32(0)
+                is_last = program == jnp.minimum(count, programs) - 1
+                pl.when(program < count)(lambda: work(Piece(zero, tokens, count, program, count, programs, zero, is_last)))
+                return
+
+            def visit(b: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                start, step, tokens = carry
+                following = jnp.clip(advertised[jnp.minimum(b + 1, B - 1)], 0, limit)
+                count = num_tiles(tokens)
                 low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
-                work(Piece(b, tokens, count, low, high, step))
-                return start + count, step + high - low
+                work(Piece(b, tokens, count, low, high, 1, step, high == count))
+                return start + count, step + high - low, following
 
-            lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
-
-        def pages(piece: Piece, t: jax.Array) -> list[jax.Array]:
-            """Pages of context tile t."""
-            column = lax.div(t * KEYS, jnp.int32(page_size))
-            return [tables[piece.b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
+            lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0), first_tokens))
 
         def readable(piece: Piece, t: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
             """Whether these pages of context tile t are some that the request can read."""
@@ -283,24 +305,19 @@ def split(
             """Keys of tile t: the block's in the last one."""
             return jnp.where(t == piece.count - 1, jnp.int32(block_size), jnp.minimum(piece.tokens - t * KEYS, KEYS))
 
-        def stage(piece: Piece, t: jax.Array) -> jax.Array:
-            return lax.rem(piece.step + t - piece.low, jnp.int32(STAGES))
-
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
             plgpu.set_max_registers(REGISTERS[COPIER], action="decrease")
 
             def work(piece: Piece) -> None:
                 b, last = piece.b, piece.count - 1
-                found = pages(piece, piece.low)
+                found = pages(b, piece.low) if known_pages is None else known_pages
                 plgpu.barrier_wait(q_free)
-                for i in range(width // 64):
-                    part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
-                    plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
+                plgpu.copy_gmem_to_smem(query.at[b, pl.ds(row_block * ROWS, ROWS)], q_smem, q_full)
 
-                def tile(t: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-                    slot = stage(piece, t)
-                    following = pages(piece, t + 1)  # on their way while this tile waits for its place
+                def tile(t: jax.Array, step: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+                    slot = lax.rem(step, jnp.int32(STAGES))
+                    following = pages(b, t + piece.stride)  # on their way while this tile waits for its place
                     plgpu.barrier_wait(kv_free.at[slot])
 
                     # the copy engine fills what lies behind the pool, or behind the block, with zeros
@@ -320,7 +337,7 @@ def split(
 
                     return following
 
-                lax.fori_loop(piece.low, piece.high, tile, found)
+                piece.fold(tile, found)
 
             walk(work)
             plgpu.barrier_wait(q_free)
@@ -336,10 +353,10 @@ def split(
                 b, last = piece.b, piece.count - 1
                 plgpu.barrier_wait(q_full)
 
-                def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                def tile(t: jax.Array, step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     maximum, total = carry
-                    slot = stage(piece, t)
-                    there = [found | (t == last) for found in readable(piece, t, pages(piece, t))]
+                    slot = lax.rem(step, jnp.int32(STAGES))
+                    there = [found | (t == last) for found in readable(piece, t, pages(b, t))]
                     keys = num_keys(piece, t)
                     # the readable keys are a range: of one page, or of two
                     from_key = jnp.where(there[0], 0, jnp.int32(copied))
@@ -361,7 +378,7 @@ def split(
 
                 layout = plgpu.Layout.WGMMA.reduce(1)
                 start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
-                maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
+                maximum, total = piece.fold(tile, start)
                 plgpu.barrier_arrive(q_free)
                 stats[row_block, 0, :, program + b] = maximum
                 stats[row_block, 1, :, program + b] = total
@@ -370,7 +387,7 @@ def split(
                 def _first() -> None:
                     bounds[row_block, b, 0] = program
 
-                @pl.when(piece.high == piece.count)
+                @pl.when(piece.is_last)
                 def _last() -> None:
                     bounds[row_block, b, 1] = program
 
@@ -402,8 +419,8 @@ def split(
                 plgpu.commit_smem()
 
             def work(piece: Piece) -> None:
-                def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-                    slot = stage(piece, t)
+                def tile(t: jax.Array, step: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+                    slot = lax.rem(step, jnp.int32(STAGES))
                     keys = num_keys(piece, t)
                     plgpu.barrier_wait(kv_full.at[slot])
                     pl.when((t < piece.count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
@@ -418,16 +435,14 @@ def split(
                     return totals
 
                 start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA)] * (half // product_columns)
-                totals = lax.fori_loop(piece.low, piece.high, tile, start)
                 # the queries have done their duty: the sums leave through their place
-                for i in range(half // 64):
-                    total, column = totals[i * 64 // product_columns], i * 64 % product_columns
-                    staged = q_smem.at[(warpgroup - VALUES[0]) * (half // 64) + i]
-                    staged[...] = total[:, column : column + 64].astype(q_smem.dtype)
-                    plgpu.commit_smem()
-                    # rows behind the last are not written
-                    place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(i * 64, 64)]
-                    plgpu.copy_smem_to_gmem(staged, place)
+                leaving = sums_smem.at[warpgroup - VALUES[0]]
+                for i, total in enumerate(piece.fold(tile, start)):
+                    leaving[:, pl.ds(i * product_columns, product_columns)] = total.astype(leaving.dtype)
+                plgpu.commit_smem()
+                # rows behind the last are not written
+                place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(0, half)]
+                plgpu.copy_smem_to_gmem(leaving, place)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free)
 
@@ -446,11 +461,14 @@ def split(
         num_threads=2 + len(VALUES),
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((width // 64, ROWS, 64), query.dtype, transforms=SWIZZLED),
+            plgpu.RefUnion(
+                plgpu.SMEM((ROWS, width), query.dtype, transforms=SWIZZLED),
+                plgpu.SMEM((len(VALUES), ROWS, half), query.dtype, transforms=SWIZZLED),
+            ),
             plgpu.SMEM((STAGES, KEYS, width), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((ROWS, KEYS), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=width // 64),
+            plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=1 + len(VALUES)),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
@@ -464,14 +482,14 @@ def split(
 
 
 def score_product(queries: Ref, keys: Ref) -> jax.Array:
-    """Queries `[D/64, 64, 64]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
-    parts = [(queries.at[i], keys.at[:, pl.ds(i * 64, 64)]) for i in range(queries.shape[0])]
+    """Queries `[64, D]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
+    parts = [pl.ds(i, 64) for i in range(0, queries.shape[1], 64)]  # all at once would take registers that are not there
     if jax.default_backend() != "gpu":
-        return summed([jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T) for q, k in parts])
+        return jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
 
     def multiply(accumulator: Ref) -> jax.Array:
-        for q, k in parts:
-            plgpu.wgmma(accumulator, q, k.transpose((1, 0)))
+        for part in parts:
+            plgpu.wgmma(accumulator, queries.at[:, part], keys.at[:, part].transpose((1, 0)))
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
@@ -530,7 +548,7 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
         b, row, warpgroup = (lax.axis_index(axis) for axis in ("request", "row", "warpgroup"))
         part = pl.ds(lax.axis_index("columns") * columns, columns)
         row_block, block_row = lax.div(row, jnp.int32(ROWS)), lax.rem(row, jnp.int32(ROWS))
-        first, last = bounds[row_block, b, 0], bounds[row_block, b, 1]
+        first, last = jnp.int32(0) if B == 1 else bounds[row_block, b, 0], bounds[row_block, b, 1]
 
         def load(number: Any) -> list[jax.Array]:
             """This warpgroup's next pieces; behind the last that one again, which counts for nothing."""
@@ -543,11 +561,12 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
             scales = [scales_smem[warpgroup, start + i * warpgroups] for i in range(at_once)]
             return summed([scale * value.astype(jnp.float32) for scale, value in zip(scales, values)])
 
-        values = load(0)
+        # ahead of the sums: their scales are worked out while those are on their way
         maxima, weights = (
             plgpu.load(stats.at[row_block, i, block_row, pl.ds(first + b, most)], layout=stats_layout, optimized=False)
             for i in range(2)
         )
+        values = load(0)
         there = plgpu.broadcasted_iota(jnp.int32, (most,), 0, layout=stats_layout) <= last - first
         maxima = jnp.where(there, maxima, LOWEST)
         scales = jnp.exp2(maxima - jnp.max(maxima))

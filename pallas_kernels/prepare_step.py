@@ -46,10 +46,8 @@ def prepare_step(
     """refresh_block_tables, gen_prologue, the store's destinations, advance_ctx_len, block_placement and noise_block in one
     launch.
 
-    Nothing it returns depends on another program's work: a request's program counts its row and decodes the few offsets
-    it needs itself. Programs, in this order: one per row (its count and, for a gen row, all that is per request), one
-    per slot (its new length), one per row and chunk of columns (the decoded table), one per slot of the noise block.
-    Latents are stored afterwards, by `store_prepared` or `norm_rope_store`.
+    Nothing it returns depends on another program's work: who needs a row's count counts for itself and decodes the few offsets
+    that it needs. Latents are stored afterwards, by `store_prepared` or `norm_rope_store`.
 
     Args:
         encoded_offsets: `[pools, seqs, 2, max_blocks]`, context rows first.
@@ -68,10 +66,11 @@ def prepare_step(
             pool_idx=pool_idx, divisor=divisor, page_size=page_size, block_size=block_size, max_ctx=max_ctx,
             mask_token_id=mask_token_id, num_contexts=num_contexts, advance=advance, embedding=embedding, mask_row=mask_row,
         )  # fmt: skip
-    slot_programs = num_slots if advance else 0
     embeddings = () if embedding is None else (embedding, *mask_operands(embedding, mask_row))
-    first_chunk = num_rows + slot_programs
-    first_noise = first_chunk + num_rows * chunks
+    # those that take longest come first
+    programs = (
+        num_rows, num_gen, num_gen, num_slots if advance else 0, num_rows * chunks, num_gen * block_size if embeddings else 0,
+    )  # fmt: skip
     optional_outputs: dict[str, jax.ShapeDtypeStruct] = {}
     if advance:
         optional_outputs["ctx_len"] = struct(ctx_len.shape, jnp.int32)
@@ -87,49 +86,46 @@ def prepare_step(
             store_pages, store_offsets, advertised_lengths, pages, offsets, seq_lens, *rest,
         ) = outputs  # fmt: skip
         optional = dict(zip(optional_outputs, rest, strict=True))
-        program = lax.axis_index("program")
 
-        @pl.when(program < num_rows)
-        def _row() -> None:
-            row = program
-            encoded_row = encoded.at[pool_idx, row, 0]
-            count = count_pages(encoded_row, max_blocks)
+        def row_of(b: jax.Array) -> Ref:
+            return encoded.at[pool_idx, num_contexts + b, 0]
+
+        def page_at(b: jax.Array, column: jax.Array) -> jax.Array:
+            return lax.div(jnp.maximum(row_of(b)[column], 0), jnp.int32(divisor))
+
+        def count_and_store(row: jax.Array) -> None:
+            count = count_pages(encoded.at[pool_idx, row, 0], max_blocks)
             block_counts[row] = count
 
             @pl.when(row >= num_contexts)
-            def _request() -> None:
+            def _store() -> None:
                 b = jnp.maximum(row - num_contexts, 0)
-                slot = slot_of(slots, b, num_slots)
-                c = ctx_len[slot]
+                c = ctx_len[slot_of(slots, b, num_slots)]
+                write_store_destinations(b, c, count, functools.partial(page_at, b), store_pages, store_offsets, page_size)
 
-                def page_at(column: jax.Array) -> jax.Array:
-                    return lax.div(jnp.maximum(encoded_row[column], 0), jnp.int32(divisor))
+        def place_block(b: jax.Array) -> None:
+            slot = slot_of(slots, b, num_slots)
+            count = count_pages(row_of(b), max_blocks)
+            length = advanced(slot, ctx_len, slots, num_accepted, max_ctx) if advance else ctx_len[slot]
+            length = advertised(length, count, page_size=page_size, block_size=block_size, max_ctx=max_ctx)
+            # no store before the last load: nobody knows that they are of different arrays
+            places = [place(length + j, count, functools.partial(page_at, b), page_size) for j in range(block_size)]
+            for j, of_token in enumerate(places):
+                pages[b, j], offsets[b, j] = of_token
+            advertised_lengths[b], seq_lens[b] = length, length + block_size
 
-                write_prologue(
-                    b, accepted, num_accepted[b], c, bonus, query_positions, context_positions, embedding_ids, max_ctx
-                )
-                write_store_destinations(b, c, count, page_at, store_pages, store_offsets, page_size)
-                length = advanced(slot, ctx_len, slots, num_accepted, max_ctx) if advance else c
-                length = advertised(length, count, page_size=page_size, block_size=block_size, max_ctx=max_ctx)
-                advertised_lengths[b] = length
-                for j in range(block_size):
-                    pages[b, j], offsets[b, j] = place(length + j, count, page_at, page_size)
-                seq_lens[b] = length + block_size
+        def begin(b: jax.Array) -> None:
+            c = ctx_len[slot_of(slots, b, num_slots)]
+            write_prologue(b, accepted, num_accepted[b], c, bonus, query_positions, context_positions, embedding_ids, max_ctx)
 
-        @pl.when(program == 0)
-        def _mask() -> None:
-            embedding_ids[num_gen] = jnp.int32(mask_token_id)
+            @pl.when(b == 0)
+            def _mask() -> None:
+                embedding_ids[num_gen] = jnp.int32(mask_token_id)
 
-        if advance:
+        def advance_slot(slot: jax.Array) -> None:
+            optional["ctx_len"][slot] = advanced(slot, ctx_len, slots, num_accepted, max_ctx)
 
-            @pl.when((program >= num_rows) & (program < num_rows + num_slots))
-            def _slot() -> None:
-                slot = program - num_rows
-                optional["ctx_len"][slot] = advanced(slot, ctx_len, slots, num_accepted, max_ctx)
-
-        @pl.when((program >= first_chunk) & (program < first_noise))
-        def _decode() -> None:
-            part = program - first_chunk
+        def decode(part: jax.Array) -> None:
             row, chunk = part // chunks, part % chunks
             encoded_row = encoded.at[pool_idx, row, 0]
             decode_chunk(encoded_row, block_tables.at[row], chunk, max_blocks, divisor)
@@ -140,14 +136,18 @@ def prepare_step(
                     b = jnp.maximum(row - num_contexts, 0)
                     decode_chunk(encoded_row, optional["page_tables"].at[b], chunk, max_blocks, divisor)
 
-        if embeddings:
+        def noise_row(part: jax.Array) -> None:
+            embedding, *masks = embeddings_in
+            b, j = part // block_size, part % block_size
+            bonus = accepted[b, jnp.clip(num_accepted[b], 1, width) - 1]
+            write_noise_row(embedding, masks, optional["noise"], b, j, bonus, mask_token_id)
 
-            @pl.when(program >= first_noise)
-            def _noise() -> None:
-                embedding, *masks = embeddings_in
-                b, j = (program - first_noise) // block_size, (program - first_noise) % block_size
-                bonus = accepted[b, jnp.clip(num_accepted[b], 1, width) - 1]
-                write_noise_row(embedding, masks, optional["noise"], b, j, bonus, mask_token_id)
+        program, first = lax.axis_index("program"), 0
+        for act, count in zip((count_and_store, place_block, begin, advance_slot, decode, noise_row), programs, strict=True):
+            if count:
+                here = (program >= first) & (program < first + count)
+                pl.when(here)(functools.partial(act, jnp.maximum(program - first, 0)))
+            first += count
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return struct(shape, jnp.int32)
@@ -165,7 +165,7 @@ def prepare_step(
             ints(num_gen, block_size), ints(num_gen, block_size), ints(num_gen),
             *optional_outputs.values(),
         ),
-        grid={"program": first_noise + (num_gen * block_size if embeddings else 0)},
+        grid={"program": sum(programs)},
     )(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, *embeddings)  # fmt: skip
     optional = dict(zip(optional_outputs, rest, strict=True))
     return PreparedStep(

@@ -15,13 +15,18 @@ CHUNK = 1024
 
 def count_pages(row: Ref, max_blocks: int, chunk: int = CHUNK) -> jax.Array:
     """How many of the row's encoded offsets are no placeholders, as a scalar."""
+    cut = [
+        (start, piece)
+        for start in range(0, max_blocks, chunk)
+        for piece in pieces(min(chunk, max_blocks - start), jnp.int32, max_blocks)
+    ]
     parts = []
-    for start in range(0, max_blocks, chunk):
-        for piece in pieces(min(chunk, max_blocks - start), jnp.int32, max_blocks):
-            owned = piece.load(row, start) >= 0
-            if piece.fresh != piece.start:
-                owned &= piece.positions() >= piece.fresh
-            parts.append((piece, owned.astype(jnp.int32)))
+    # all of them are on their way before the first one is looked at
+    for (_, piece), encoded in zip(cut, [piece.load(row, start) for start, piece in cut]):
+        owned = encoded >= 0
+        if piece.fresh != piece.start:
+            owned &= piece.positions() >= piece.fresh
+        parts.append((piece, owned.astype(jnp.int32)))
     # chunks cut alike are added thread by thread first: one sum over the threads for all of them
     sums: dict[Piece, jax.Array] = {}
     for piece, part in parts:

@@ -87,7 +87,7 @@ ONE_LAUNCH = (
 
 MUTANTS = (
     # Pallas
-    pallas("refresh_block_tables", "piece.load(row, start) >= 0", "piece.load(row, start) > 0"),
+    pallas("refresh_block_tables", "owned = encoded >= 0", "owned = encoded > 0"),
     pallas("refresh_block_tables", "jnp.maximum(piece.load(row, start), 0)", "piece.load(row, start)"),
     pallas("refresh_block_tables", "chunk * width, max_blocks - width", "chunk * width, max_blocks"),
     pallas("refresh_block_tables", "encoded.at[pool_idx, row, 0]", "encoded.at[pool_idx, row, 1]"),
@@ -120,12 +120,14 @@ MUTANTS = (
            file="latent_rows"),
     pallas("prepare_step", "lost = count == 0", "lost = count < 0"),
     pallas("prepare_step", "places[j + 1 :]", "places[j + 2 :]"),
-    pallas("prepare_step", "if advance else c", "if not advance else c"),
-    pallas("prepare_step", "jnp.maximum(encoded_row[column], 0)", "encoded_row[column]"),
+    pallas("prepare_step", "if advance else ctx_len[slot]", "if not advance else ctx_len[slot]"),
+    pallas("prepare_step", "jnp.maximum(row_of(b)[column], 0)", "row_of(b)[column]"),
+    pallas("prepare_step", "length, length + block_size", "length, length + block_size - 1"),
+    pallas("prepare_step", "encoded.at[pool_idx, num_contexts + b, 0]", "encoded.at[pool_idx, b, 0]"),
     pallas("store_prepared", "accepted=j < jnp.clip(", "accepted=j < 1 + jnp.clip("),
     pallas("store_prepared", "(offsets, offset))", "(pages, page))"),
     pallas("prepare_step", "jnp.clip(num_accepted[b], 1, width) - 1]", "jnp.clip(num_accepted[b], 1, width) - 2]"),
-    pallas("prepare_step", "(num_gen * block_size if", "(num_gen * block_size - 1 if"),
+    pallas("prepare_step", "num_gen * block_size if embeddings", "num_gen * block_size - 1 if embeddings"),
     pallas("norm_rope_store", "accepted = j < jnp.clip(", "accepted = j <= jnp.clip("),
     pallas("norm_rope_store", "~overwritten(i,", "overwritten(i,"),
     pallas("norm_rope_store", "weights.at[layer], cos_sin", "weights.at[0], cos_sin"),
