@@ -1,8 +1,8 @@
 """Products of a few activation rows with weights that are read once: what a decode step at a small batch is made of.
 
-Each program streams some rows of the weights through a ring in shared memory, as wide a stretch of the contraction at a time
-as fits, so that all of the device's memory bandwidth is asked for at once; nothing is summed across programs. Where there are
-more such parts than multiprocessors, a program goes on to its next one, whose first stretches fill the ring meanwhile. What stands before and behind a product in the drafter is done where the numbers already are: the residual, SwiGLU,
+Each program owns some rows of the weights and streams them through a ring in shared memory, as wide a stretch of the
+contraction at a time as fits, so that all of the device's memory bandwidth is asked for at once; nothing is summed across
+programs. What stands before and behind a product in the drafter is done where the numbers already are: the residual, SwiGLU,
 and RMSNorm in two halves. `rms_norm(h, w) @ W` is `((h * w) @ W) * rsqrt(mean(h^2) + eps)`: the program that makes a part of
 h writes `h * w` and the part's sum of squares, and the next product's programs multiply their fp32 sums by the row's factor.
 
@@ -131,13 +131,11 @@ class Division:
     """How a launch is divided among its programs, and how a program's ring is laid out."""
 
     tiles: tuple[int, ...]
-    """Parts of each result, one result's after the other's."""
-    programs: int
-    """They take the parts in turns, the next one's weights on their way while one is finished."""
+    """Programs of each result, one result's after the other's."""
     columns: int
-    """Of a result, per part."""
+    """Of a result, per program."""
     owned: int
-    """Weight rows per part: two for each column of a gated product."""
+    """Weight rows per program: two for each column of a gated product."""
     chunk: int
     folds: int
     """Chunks of a step."""
@@ -158,20 +156,7 @@ class Division:
         unused = (TILE - folds * owned) * chunk * 2  # what the multiplication of the last stage reads behind it
         stages = min(steps, MAX_STAGES, (RING_BYTES - unused) // (folds * (owned + rows) * chunk * 2))
         columns = owned // 2 if gated else owned
-        tiles = tuple(n // columns for n in widths)
-        return cls(tiles, min(sum(tiles), programs), columns, owned, chunk, folds, steps, stages)
-
-    def taken(self, program: Any) -> Any:
-        """How many parts a program takes."""
-        if self.programs == sum(self.tiles):
-            return 1
-        return lax.div(sum(self.tiles) - 1 - program, jnp.int32(self.programs)) + 1
-
-    def part(self, program: Any, number: Any) -> tuple[Any, Any]:
-        """The part that a program's step `number` belongs to, and which of the part's steps it is."""
-        if self.programs == sum(self.tiles):
-            return program, number
-        return program + lax.div(number, jnp.int32(self.steps)) * self.programs, lax.rem(number, jnp.int32(self.steps))
+        return cls(tuple(n // columns for n in widths), columns, owned, chunk, folds, steps, stages)
 
 
 class Refs(NamedTuple):
@@ -246,25 +231,23 @@ def streamed_product(
 
     def stream(*refs: Ref) -> None:
         gmem, (w_smem, x_smem, sums_smem, full, free) = named(refs)
-        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        taken = division.taken(program)
+        tile, warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
 
-        def for_result(tile: Any, act: Callable[[int, Any], None]) -> None:
-            """Call `act(i, number)`: the tile is part `number` of result i."""
+        def for_result(act: Callable[[int, Any], None]) -> None:
+            """Call `act(i, number)`: this program makes part `number` of result i."""
             for i, (first, count) in enumerate(zip(firsts, division.tiles)):
                 pl.when((tile >= first) & (tile < first + count))(functools.partial(act, i, tile - first))
 
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
-            def copy(number: jax.Array, _: None) -> None:
-                slot = lax.rem(number, jnp.int32(stages))
-                tile, step = division.part(program, number)
+            def copy(step: jax.Array, _: None) -> None:
+                slot = lax.rem(step, jnp.int32(stages))
 
-                @pl.when(number >= stages)
+                @pl.when(step >= stages)
                 def _wait() -> None:
                     plgpu.barrier_wait(free.at[slot])
 
-                x_rows = pl.ds(zero(number), rows)  # behind x's last row the copy engine fills up with zeros
+                x_rows = pl.ds(zero(step), rows)  # behind x's last row the copy engine fills up with zeros
 
                 def copy_for(i: int, number: Any) -> None:
                     start = number * columns
@@ -284,63 +267,59 @@ def streamed_product(
                             place = w_smem.at[pl.ds(pl.multiple_of(row, CORE), columns)]
                             plgpu.copy_gmem_to_smem(source, place, full.at[slot])
 
-                for_result(tile, copy_for)
+                for_result(copy_for)
 
-            lax.fori_loop(0, taken * division.steps, copy, None)
+            lax.fori_loop(0, division.steps, copy, None)
 
         @pl.when(warpgroup == MULTIPLIER)
         def _multiply() -> None:
-            def make(turn: Any, _: None) -> None:
-                tile = program + turn * division.programs
-                # what does not depend on the product is on its way while that is made
-                factor = added = known_norm = None
-                if gmem.square_sums is not None:
-                    square_sums = plgpu.load(gmem.square_sums, layout=ROWS_BY_COLUMNS, optimized=False)
-                    factor = lax.rsqrt(jnp.sum(square_sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
-                of_tile = pl.ds(pl.multiple_of(tile * columns, CORE), columns)  # where there is but one result
-                if gmem.residual is not None:
-                    residual = gmem.residual.at[:, of_tile]
-                    added = plgpu.load(residual, layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
-                if len(widths) == 1 and gmem.norms[0] is not None:
-                    known_norm = load_norm(gmem.norms[0], of_tile)
-                sums_smem[...] = sums(w_smem, x_smem, full, free, division, turn, taken)
+            # what does not depend on the product is on its way while that is made
+            factor = added = known_norm = None
+            if gmem.square_sums is not None:
+                square_sums = plgpu.load(gmem.square_sums, layout=ROWS_BY_COLUMNS, optimized=False)
+                factor = lax.rsqrt(jnp.sum(square_sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
+            of_tile = pl.ds(pl.multiple_of(tile * columns, CORE), columns)  # where there is but one result
+            if gmem.residual is not None:
+                residual = gmem.residual.at[:, of_tile]
+                added = plgpu.load(residual, layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
+            if len(widths) == 1 and gmem.norms[0] is not None:
+                known_norm = load_norm(gmem.norms[0], of_tile)
+            sums_smem[...] = sums(w_smem, x_smem, full, free, division)
 
-                def side(index: int) -> jax.Array:
-                    """`[rows, columns]` of the sums, with the norm's factor, rounded as a product is."""
-                    blocks = [
-                        sums_smem.transpose((1, 0)).at[pl.ds(fold * rows, rows), pl.ds(fold * owned + index * columns, columns)]
-                        for fold in range(folds)
-                    ]
-                    loaded = [plgpu.load(block, layout=ROWS_BY_COLUMNS, optimized=False) for block in blocks]
-                    values = functools.reduce(operator.add, loaded)
-                    if factor is not None:
-                        values = values * lax.broadcast_in_dim(factor, values.shape, [0])
-                    return values.astype(dtype).astype(jnp.float32)
+            def side(index: int) -> jax.Array:
+                """`[rows, columns]` of the sums, with the norm's factor, rounded as a product is."""
+                blocks = [
+                    sums_smem.transpose((1, 0)).at[pl.ds(fold * rows, rows), pl.ds(fold * owned + index * columns, columns)]
+                    for fold in range(folds)
+                ]
+                loaded = [plgpu.load(block, layout=ROWS_BY_COLUMNS, optimized=False) for block in blocks]
+                values = functools.reduce(operator.add, loaded)
+                if factor is not None:
+                    values = values * lax.broadcast_in_dim(factor, values.shape, [0])
+                return values.astype(dtype).astype(jnp.float32)
 
-                def finish(i: int, number: Any) -> None:
-                    place = pl.ds(pl.multiple_of(number * columns, CORE), columns)
-                    values = side(0)
-                    if gated:
-                        values = values / (1 + jnp.exp(-values)) * side(1)
-                    if added is not None:
-                        values = values + added
-                    values = values.astype(dtype)
-                    values_ref, scaled_ref, squares_ref = gmem.results[i]
-                    if values_ref is not None:
-                        values_ref[:, place] = values.astype(values_ref.dtype)
-                    if scaled_ref is None:
-                        return
-                    values = values.astype(jnp.float32)
-                    norm = load_norm(gmem.norms[i], place) if known_norm is None else known_norm
-                    scaled = values * lax.broadcast_in_dim(norm, values.shape, [1])
-                    scaled_ref[:, place] = scaled.astype(dtype)
-                    squares_ref[:, number] = jnp.sum(values * values, axis=1)
-                    if parts[i] > division.tiles[i]:
-                        fill_zeros(squares_ref, number, division.tiles[i], parts[i])
+            def finish(i: int, number: Any) -> None:
+                place = pl.ds(pl.multiple_of(number * columns, CORE), columns)
+                values = side(0)
+                if gated:
+                    values = values / (1 + jnp.exp(-values)) * side(1)
+                if added is not None:
+                    values = values + added
+                values = values.astype(dtype)
+                values_ref, scaled_ref, squares_ref = gmem.results[i]
+                if values_ref is not None:
+                    values_ref[:, place] = values.astype(values_ref.dtype)
+                if scaled_ref is None:
+                    return
+                values = values.astype(jnp.float32)
+                norm = load_norm(gmem.norms[i], place) if known_norm is None else known_norm
+                scaled = values * lax.broadcast_in_dim(norm, values.shape, [1])
+                scaled_ref[:, place] = scaled.astype(dtype)
+                squares_ref[:, number] = jnp.sum(values * values, axis=1)
+                if parts[i] > division.tiles[i]:
+                    fill_zeros(squares_ref, number, division.tiles[i], parts[i])
 
-                for_result(tile, finish)
-
-            lax.fori_loop(0, taken, make, None)
+            for_result(finish)
 
     def load_norm(norm: Ref, place: pl.Slice) -> jax.Array:
         return plgpu.load(norm.at[place], layout=ROWS_BY_COLUMNS.reduce(0), optimized=False).astype(jnp.float32)
@@ -360,8 +339,8 @@ def streamed_product(
     found = plgpu.kernel(
         stream,
         out_type=tuple(out_types),
-        grid=(division.programs,),
-        grid_names=("program",),
+        grid=(sum(division.tiles),),
+        grid_names=("tile",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
@@ -384,50 +363,42 @@ def streamed_product(
     ]
 
 
-def sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division, turn: Any, turns: Any) -> jax.Array:
-    """`[64, folds * rows]`: weights of a program's part number `turn` of `turns` times x, step by step.
-
-    Only sums of a chunk with itself have a meaning.
-    """
+def sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
+    """`[64, folds * rows]`: a program's weights times x, step by step. Only sums of a chunk with itself have a meaning."""
     folded_rows, stages = x_smem.shape[1], division.stages
-    first, end = turn * division.steps, turns * division.steps
     if jax.default_backend() != "gpu":
-        return interpreted_sums(w_smem, x_smem, full, free, division, first, end)
-
-    def give_back(number: Any) -> None:
-        pl.when(number + stages < end)(lambda: plgpu.barrier_arrive(free.at[lax.rem(number, jnp.int32(stages))]))
+        return interpreted_sums(w_smem, x_smem, full, free, division)
 
     def accumulate(accumulator: Ref) -> jax.Array:
         def multiply(step: jax.Array, _: None) -> None:
-            slot = lax.rem(first + step, jnp.int32(stages))
+            slot = lax.rem(step, jnp.int32(stages))
             plgpu.barrier_wait(full.at[slot])
             # with rows of the stages behind it
             w = w_smem.at[pl.ds(pl.multiple_of(slot * division.folds * division.owned, CORE), TILE)]
             plgpu.wgmma(accumulator, w, x_smem.at[slot].transpose((1, 0)))
             plgpu.wgmma_wait(1)
-            pl.when(step > 0)(lambda: give_back(first + step - 1))
+
+            @pl.when(step > 0)
+            def _free() -> None:
+                plgpu.barrier_arrive(free.at[lax.rem(step - 1, jnp.int32(stages))])
 
         lax.fori_loop(0, division.steps, multiply, None)
         return accumulator[...]
 
-    result = pl.run_scoped(accumulate, plgpu.ACC((TILE, folded_rows), jnp.float32))
-    give_back(first + division.steps - 1)
-    return result
+    return pl.run_scoped(accumulate, plgpu.ACC((TILE, folded_rows), jnp.float32))
 
 
-def interpreted_sums(
-    w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division, first: Any, end: Any
-) -> jax.Array:
+def interpreted_sums(w_smem: Ref, x_smem: Ref, full: Ref, free: Ref, division: Division) -> jax.Array:
     """`sums` for the interpreter, which has no tensor cores."""
     folded_rows, stages, filled = x_smem.shape[1], division.stages, division.folds * division.owned
 
     def multiply(step: jax.Array, total: jax.Array) -> jax.Array:
-        slot = lax.rem(first + step, jnp.int32(stages))
+        slot = lax.rem(step, jnp.int32(stages))
         plgpu.barrier_wait(full.at[slot])
         w = w_smem[pl.ds(slot * filled, filled)].astype(jnp.float32)
         total = total + w @ x_smem[slot].astype(jnp.float32).T
 
-        @pl.when(first + step + stages < end)
+        @pl.when(step + stages < division.steps)
         def _free() -> None:
             plgpu.barrier_arrive(free.at[slot])
 
