@@ -85,7 +85,7 @@ def choose_path(
     """The path of one op under these options.
 
     Args:
-        shape: what the op's `unsupported` wants to know; None: a shape that its kernel takes.
+        shape: what the op's `unsupported` wants to know; None: a shape that its kernel takes, if it is not composed of ops.
     """
     if op in FUSED_PROLOGUE_OPS and not options.fused_prologue:
         return Path("xla", "fused_prologue is off")
@@ -110,6 +110,8 @@ def choose_path(
         reason = f"it has no {backend} kernel"
     if reason is None and op == "prepare_step" and mask_row_dtype is not None and mask_row_dtype != embedding_dtype:
         reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(embedding_dtype).name}"
+    if reason is None and shape is None and op in COMPOSED_OPS:
+        reason = "the shapes of its weights are not known"
     if reason is None and shape is not None and has_kernel(op, backend):
         reason = why_unsupported(op, backend, shape)
     return Path(backend) if reason is None else Path("xla", f"not {backend}: {reason}")
@@ -176,8 +178,15 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapp
         shapes: of the ops whose kernels do not take every shape.
     """
     mask_row = params.mask_token_embedding
+    weights = {
+        "compress_context": (params.fc, "the drafter has no fc"),
+        "draft_logits": (params.lm_head, "there is no lm_head"),
+    }
+    missing = {op: Path("xla", why) for op, (weight, why) in weights.items() if weight is None}
     paths = {
-        op: choose_path(
+        op: missing[op]
+        if op in missing
+        else choose_path(
             op,
             options,
             B=B,
@@ -187,11 +196,6 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapp
         )
         for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }
-    missing = {
-        "compress_context": (params.fc, "the drafter has no fc"),
-        "draft_logits": (params.lm_head, "there is no lm_head"),
-    }
-    paths |= {op: Path("xla", why) for op, (weight, why) in missing.items() if weight is None and paths[op].backend == "pallas"}
     if paths["block_layers"].backend == "pallas":  # else "it has no pallas kernel" would be said of what runs in one
         paths |= {op: Path("xla", "but in block_layers, which has its own") for op in IN_LAYERS if paths[op].backend == "xla"}
     why_not = why_no_overlap(options, stores_context=params.fc is not None)

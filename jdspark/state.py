@@ -44,13 +44,13 @@ class Changing(NamedTuple):
 
 def split(state: DecodeState) -> tuple[Changing, DecodeState]:
     """A state as its donated part and the rest: states may share their rope tables."""
-    rest = dataclasses.replace(state, pool=None, ctx_len=None, force_counter=None)
+    rest = DecodeState(None, None, None, state.rope_cos, state.rope_sin, state.config, state.geometry)
     return Changing(state.pool, state.ctx_len, state.force_counter), rest
 
 
 def joined(changing: Changing, constant: DecodeState) -> DecodeState:
     """The inverse of `split`."""
-    return dataclasses.replace(constant, **changing._asdict())
+    return DecodeState(*changing, constant.rope_cos, constant.rope_sin, constant.config, constant.geometry)
 
 
 def device_of(state: DecodeState) -> SingleDeviceSharding | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -246,6 +248,32 @@ def kernel_shapes(params: DrafterParams, config: DrafterConfig, geometry: Geomet
     return shapes
 
 
+def shapes_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree, and what is equal for two trees of one structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return leaves, (structure, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
+
+
+class KnownParams:
+    """Numbers weights by their shapes; those of the last call, most often the same ones, are known without a look."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._last: Callable[[], DrafterParams | None] = lambda: None
+        self._last_number = 0
+        self.traced = False
+        """Whether any of the last ones is a tracer."""
+
+    def number(self, params: DrafterParams) -> int:
+        """Equal for weights of one structure, shapes and dtypes."""
+        if self._last() is not params:
+            leaves, shapes = shapes_of(params)
+            self._last_number = self._numbers.setdefault(shapes, len(self._numbers))
+            self.traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+            self._last = weakref.ref(params)
+        return self._last_number
+
+
 class DecodeStep:
     """`outputs, state = step(params, state, inputs)`: checks what the host can see, then makes one jitted call.
 
@@ -264,7 +292,9 @@ class DecodeStep:
             return outputs, split(state)[0]
 
         self._counted = counted
-        self._checked: set[Any] = set()
+        self._params = KnownParams()
+        self._compiler_options: dict[Any, dict[str, str] | None] = {}
+        """By all that `check` looks at, of what has passed it."""
         self._jitted: dict[tuple[SingleDeviceSharding | None, bool], Any] = {}
 
     def __call__(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> tuple[StepOutputs, DecodeState]:
@@ -272,16 +302,17 @@ class DecodeStep:
 
         Inside a `jax.jit` of the caller's, at least one of the arrays must be an argument of it.
         """
-        leaves, structure = jax.tree.flatten((params, state, inputs))
         # all that `check` looks at, which takes the host a tenth of a millisecond, but for a number that only equals an integer
-        shapes = structure, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves)
-        if type(inputs.num_contexts) is int and shapes in self._checked:
+        leaves, shapes = shapes_of((state, inputs))
+        key = self._params.number(params), shapes
+        if type(inputs.num_contexts) is int and key in self._compiler_options:
             check_alive("decode step", state)
         else:
             self.check(params, state, inputs)
-            self._checked.add(shapes)
+            self._compiler_options[key] = self._options_for(params, inputs)
         changing, constant = split(state)
-        outputs, changing = self._jitted_for(params, state, inputs, leaves)(params, changing, constant, inputs)
+        traced = self._params.traced or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        outputs, changing = self._jitted_for(state, self._compiler_options[key], traced)(params, changing, constant, inputs)
         return outputs, joined(changing, constant)
 
     def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
@@ -291,16 +322,19 @@ class DecodeStep:
         (`jax.ShapeDtypeStruct`) do as well as arrays.
         """
         self.check(params, state, inputs)
-        jitted = self._jitted_for(params, state, inputs, jax.tree.leaves((params, state, inputs)))
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, state, inputs)))
+        jitted = self._jitted_for(state, self._options_for(params, inputs), traced)
         return jitted.lower(params, *split(state), inputs)
 
-    def _jitted_for(self, params: DrafterParams, state: DecodeState, inputs: StepInputs, leaves: list[Any]) -> Any:
-        compiler_options = step_compiler_options(
+    def _options_for(self, params: DrafterParams, inputs: StepInputs) -> dict[str, str] | None:
+        return step_compiler_options(
             self.options,
             stores_context=inputs.captured is not None and params.fc is not None,
             num_contexts=inputs.num_contexts,
         )
-        if compiler_options is not None and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+
+    def _jitted_for(self, state: DecodeState, compiler_options: dict[str, str] | None, traced: bool) -> Any:
+        if traced:
             compiler_options = None  # inside a caller's jit they are the caller's
         key = device, _ = device_of(state), compiler_options is not None
         if key not in self._jitted:

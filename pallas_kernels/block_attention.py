@@ -26,7 +26,22 @@ from jdspark.ops.backends import BackendUnavailable
 from jdspark.ops.block_attention import AttentionShape
 from jdspark.ops.checks import Layout, pool_dims
 
-from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, WARP, WARPGROUP, WARPS, Ref, ceil_div, interpreter, struct, zero
+from .discard import LINE_BYTES, discard
+from .launch import (
+    CORE,
+    MULTIPROCESSORS,
+    SWIZZLED,
+    TILE,
+    WARP,
+    WARPGROUP,
+    WARPS,
+    Ref,
+    ceil_div,
+    interpreter,
+    struct,
+    why_no_wgmma,
+    zero,
+)
 
 ROWS, KEYS = TILE, TILE
 """Query rows of a program, and keys of a tile."""
@@ -61,7 +76,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Every `stride`-th tile from `low` to before `high`, of the `count` tiles of request b."""
+    """Tiles `low..high-1` of the `count` tiles of request b; `step` is how many tiles the program has taken before."""
 
     b: jax.Array
     tokens: jax.Array
@@ -69,22 +84,15 @@ class Piece:
     count: jax.Array
     low: jax.Array
     high: jax.Array
-    stride: int
     step: jax.Array
-    """How many tiles the program has taken before."""
-    is_last: jax.Array
-    """Whether no later program has a piece of the request."""
-
-    def fold[Carry](self, work: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry) -> Carry:
-        """The last of the carries of `work(t, step, carry)` for each tile t, the program's `step`-th."""
-        taken = lax.div(self.high - self.low + jnp.int32(self.stride - 1), jnp.int32(self.stride))
-        return lax.fori_loop(0, taken, lambda i, carry: work(self.low + i * self.stride, self.step + i, carry), carry)
 
 
 def unsupported(shape: AttentionShape) -> str | None:
     """None if the kernels can run this attention here, else the reason."""
     if jax.default_backend() != "gpu":
         return "off a GPU its warpgroups run as threads of an interpreter, and on few cores they can wait for ever"
+    if reason := why_no_wgmma():
+        return reason
     if shape.dtypes != ("bfloat16",):
         return f"its kernels multiply bfloat16, the operands are {', '.join(shape.dtypes)}"
     if shape.page_size < 32 or (shape.page_size % KEYS and KEYS % shape.page_size):
@@ -178,9 +186,9 @@ def padded_rows(x: jax.Array) -> jax.Array:
     return x if rows <= CORE or rows % CORE == 0 else jnp.pad(x, ((0, 0), (0, -rows % CORE), (0, 0)))
 
 
-def num_tiles(tokens: Any) -> Any:
-    """Tiles of a request: those of its context of so many tokens, and one for the block itself."""
-    return lax.div(tokens + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
+def num_tiles(advertised: Any, limit: int) -> Any:
+    """Tiles of a request: those of its context, at most `limit` tokens, and one for the block itself."""
+    return lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
 
 
 def first_tile(program: Any, tiles: Any, programs: int) -> Any:
@@ -193,29 +201,27 @@ def summed(values: list[Any]) -> Any:
     return functools.reduce(operator.add, values)
 
 
-def requests_of(lengths: list[Any], counts: list[Any], program: Any, programs: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+def requests_of(counts: list[Any], program: Any, programs: int) -> tuple[Any, Any, Any, Any, Any]:
     """Where a program's run of tiles lies.
 
     Args:
-        lengths, counts: context tokens and tiles of each request.
+        counts: tiles of each request.
 
     Returns:
         the first tile of the run and the one behind its last, the first request with a tile in it and the one behind the
-        last, and the first request's first tile and tokens.
+        last, and the first request's first tile.
     """
     tiles = summed(counts)
     begin, end = first_tile(program, tiles, programs), first_tile(program + 1, tiles, programs)
     one, zero = jnp.int32(1), jnp.int32(0)
     start = first = behind = first_start = zero
-    first_tokens = lengths[0]
-    for tokens, count in zip(lengths, counts):
+    for count in counts:
         stop = start + count
         first = first + jnp.where(stop <= begin, one, zero)
         first_start = jnp.where(stop <= begin, stop, first_start)
-        first_tokens = jnp.where(start <= begin, tokens, first_tokens)
         behind = behind + jnp.where(start < end, one, zero)
         start = stop
-    return begin, end, first, behind, first_start, first_tokens
+    return begin, end, first, behind, first_start
 
 
 @functools.partial(
@@ -261,40 +267,29 @@ def split(
 
     def attention_split(
         query: Ref, block: Ref, rows: Ref, tables: Ref, advertised: Ref, layer_row: Ref, sums: Ref, stats: Ref,
-        bounds: Ref, q_or_sums_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
+        bounds: Ref, q_smem: Ref, kv_smem: Ref, weights_smem: Ref, decay_smem: Ref,
         q_full: Ref, q_free: Ref, kv_full: Ref, kv_free: Ref, decay_full: Ref, weights_full: Ref, weights_free: Ref,
     ) -> None:  # fmt: skip
         program, row_block, warpgroup = (lax.axis_index(axis) for axis in ("program", "row_block", "warpgroup"))
-        q_smem, sums_smem = q_or_sums_smem
         first_row = layer_row[0]
-
-        def pages(b: Any, t: jax.Array) -> list[jax.Array]:
-            """Pages of context tile t of request b."""
-            column = lax.div(t * KEYS, jnp.int32(page_size))
-            return [tables[b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
-
-        # a lone request's tiles go round the programs, so that the first one's pages are on their way before its length is known
-        known_pages = pages(0, program) if B == 1 else None
-        lengths = [jnp.clip(advertised[b], 0, limit) for b in range(B)]
-        counts = [num_tiles(tokens) for tokens in lengths]
-        begin, end, first, behind, first_start, first_tokens = requests_of(lengths, counts, program, programs)
+        counts = [num_tiles(advertised[b], limit) for b in range(B)]
+        begin, end, first, behind, first_start = requests_of(counts, program, programs)
 
         def walk(work: Callable[[Piece], None]) -> None:
-            if B == 1:
-                (tokens,), (count,), zero = lengths, counts, jnp.int32(0)
-                is_last = program == jnp.minimum(count, programs) - 1
-                pl.when(program < count)(lambda: work(Piece(zero, tokens, count, program, count, programs, zero, is_last)))
-                return
-
-            def visit(b: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                start, step, tokens = carry
-                following = jnp.clip(advertised[jnp.minimum(b + 1, B - 1)], 0, limit)
-                count = num_tiles(tokens)
+            def visit(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                start, step = carry
+                tokens = jnp.clip(advertised[b], 0, limit)
+                count = num_tiles(tokens, limit)
                 low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
-                work(Piece(b, tokens, count, low, high, 1, step, high == count))
-                return start + count, step + high - low, following
+                work(Piece(b, tokens, count, low, high, step))
+                return start + count, step + high - low
 
-            lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0), first_tokens))
+            lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
+
+        def pages(piece: Piece, t: jax.Array) -> list[jax.Array]:
+            """Pages of context tile t."""
+            column = lax.div(t * KEYS, jnp.int32(page_size))
+            return [tables[piece.b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
 
         def readable(piece: Piece, t: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
             """Whether these pages of context tile t are some that the request can read."""
@@ -305,19 +300,24 @@ def split(
             """Keys of tile t: the block's in the last one."""
             return jnp.where(t == piece.count - 1, jnp.int32(block_size), jnp.minimum(piece.tokens - t * KEYS, KEYS))
 
+        def stage(piece: Piece, t: jax.Array) -> jax.Array:
+            return lax.rem(piece.step + t - piece.low, jnp.int32(STAGES))
+
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
             plgpu.set_max_registers(REGISTERS[COPIER], action="decrease")
 
             def work(piece: Piece) -> None:
                 b, last = piece.b, piece.count - 1
-                found = pages(b, piece.low) if known_pages is None else known_pages
+                found = pages(piece, piece.low)
                 plgpu.barrier_wait(q_free)
-                plgpu.copy_gmem_to_smem(query.at[b, pl.ds(row_block * ROWS, ROWS)], q_smem, q_full)
+                for i in range(width // 64):
+                    part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
+                    plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
 
-                def tile(t: jax.Array, step: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-                    slot = lax.rem(step, jnp.int32(STAGES))
-                    following = pages(b, t + piece.stride)  # on their way while this tile waits for its place
+                def tile(t: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+                    slot = stage(piece, t)
+                    following = pages(piece, t + 1)  # on their way while this tile waits for its place
                     plgpu.barrier_wait(kv_free.at[slot])
 
                     # the copy engine fills what lies behind the pool, or behind the block, with zeros
@@ -337,7 +337,7 @@ def split(
 
                     return following
 
-                piece.fold(tile, found)
+                lax.fori_loop(piece.low, piece.high, tile, found)
 
             walk(work)
             plgpu.barrier_wait(q_free)
@@ -353,10 +353,10 @@ def split(
                 b, last = piece.b, piece.count - 1
                 plgpu.barrier_wait(q_full)
 
-                def tile(t: jax.Array, step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     maximum, total = carry
-                    slot = lax.rem(step, jnp.int32(STAGES))
-                    there = [found | (t == last) for found in readable(piece, t, pages(b, t))]
+                    slot = stage(piece, t)
+                    there = [found | (t == last) for found in readable(piece, t, pages(piece, t))]
                     keys = num_keys(piece, t)
                     # the readable keys are a range: of one page, or of two
                     from_key = jnp.where(there[0], 0, jnp.int32(copied))
@@ -378,7 +378,7 @@ def split(
 
                 layout = plgpu.Layout.WGMMA.reduce(1)
                 start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
-                maximum, total = piece.fold(tile, start)
+                maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
                 plgpu.barrier_arrive(q_free)
                 stats[row_block, 0, :, program + b] = maximum
                 stats[row_block, 1, :, program + b] = total
@@ -387,7 +387,7 @@ def split(
                 def _first() -> None:
                     bounds[row_block, b, 0] = program
 
-                @pl.when(piece.is_last)
+                @pl.when(piece.high == piece.count)
                 def _last() -> None:
                     bounds[row_block, b, 1] = program
 
@@ -419,8 +419,8 @@ def split(
                 plgpu.commit_smem()
 
             def work(piece: Piece) -> None:
-                def tile(t: jax.Array, step: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-                    slot = lax.rem(step, jnp.int32(STAGES))
+                def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+                    slot = stage(piece, t)
                     keys = num_keys(piece, t)
                     plgpu.barrier_wait(kv_full.at[slot])
                     pl.when((t < piece.count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
@@ -435,14 +435,16 @@ def split(
                     return totals
 
                 start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA)] * (half // product_columns)
+                totals = lax.fori_loop(piece.low, piece.high, tile, start)
                 # the queries have done their duty: the sums leave through their place
-                leaving = sums_smem.at[warpgroup - VALUES[0]]
-                for i, total in enumerate(piece.fold(tile, start)):
-                    leaving[:, pl.ds(i * product_columns, product_columns)] = total.astype(leaving.dtype)
-                plgpu.commit_smem()
-                # rows behind the last are not written
-                place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(0, half)]
-                plgpu.copy_smem_to_gmem(leaving, place)
+                for i in range(half // 64):
+                    total, column = totals[i * 64 // product_columns], i * 64 % product_columns
+                    staged = q_smem.at[(warpgroup - VALUES[0]) * (half // 64) + i]
+                    staged[...] = total[:, column : column + 64].astype(q_smem.dtype)
+                    plgpu.commit_smem()
+                    # rows behind the last are not written
+                    place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(i * 64, 64)]
+                    plgpu.copy_smem_to_gmem(staged, place)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free)
 
@@ -461,14 +463,11 @@ def split(
         num_threads=2 + len(VALUES),
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.RefUnion(
-                plgpu.SMEM((ROWS, width), query.dtype, transforms=SWIZZLED),
-                plgpu.SMEM((len(VALUES), ROWS, half), query.dtype, transforms=SWIZZLED),
-            ),
+            plgpu.SMEM((width // 64, ROWS, 64), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, KEYS, width), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((ROWS, KEYS), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, ROWS), jnp.float32),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=width // 64),
             plgpu.Barrier(num_arrivals=1 + len(VALUES)),
             plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
@@ -482,14 +481,14 @@ def split(
 
 
 def score_product(queries: Ref, keys: Ref) -> jax.Array:
-    """Queries `[64, D]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
-    parts = [pl.ds(i, 64) for i in range(0, queries.shape[1], 64)]  # all at once would take registers that are not there
+    """Queries `[D/64, 64, 64]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
+    parts = [(queries.at[i], keys.at[:, pl.ds(i * 64, 64)]) for i in range(queries.shape[0])]
     if jax.default_backend() != "gpu":
-        return jnp.dot(queries[...].astype(jnp.float32), keys[...].astype(jnp.float32).T)
+        return summed([jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T) for q, k in parts])
 
     def multiply(accumulator: Ref) -> jax.Array:
-        for part in parts:
-            plgpu.wgmma(accumulator, queries.at[:, part], keys.at[:, part].transpose((1, 0)))
+        for q, k in parts:
+            plgpu.wgmma(accumulator, q, k.transpose((1, 0)))
         return accumulator[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
@@ -524,6 +523,9 @@ def turns(B: int, programs: int) -> tuple[int, int, int]:
 def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int, programs: int, dtype: Any) -> jax.Array:
     """The sum of each request's pieces, scaled to their common maximum and divided by the sum of their weights.
 
+    On a GPU `sums` is undefined afterwards: at a long context 8 MB that would leave the cache while the layer's products read
+    their weights.
+
     One program per row, or half of it; its warpgroups take the pieces in turns, see `turns`. With few requests each has many
     pieces and there are few programs, so that more warpgroups share them. The pieces' scales are worked out once, in every
     warp, while the sums are on their way: per number there is only a product to add, for instructions are what the merge is
@@ -548,7 +550,7 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
         b, row, warpgroup = (lax.axis_index(axis) for axis in ("request", "row", "warpgroup"))
         part = pl.ds(lax.axis_index("columns") * columns, columns)
         row_block, block_row = lax.div(row, jnp.int32(ROWS)), lax.rem(row, jnp.int32(ROWS))
-        first, last = jnp.int32(0) if B == 1 else bounds[row_block, b, 0], bounds[row_block, b, 1]
+        first, last = bounds[row_block, b, 0], bounds[row_block, b, 1]
 
         def load(number: Any) -> list[jax.Array]:
             """This warpgroup's next pieces; behind the last that one again, which counts for nothing."""
@@ -578,6 +580,8 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
         sums_smem[warpgroup] = merged
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
+        if columns * sums.dtype.itemsize % LINE_BYTES == 0:
+            discard(sums.at[row_block, pl.ds(first + b, programs), block_row, part], last - first + 1, warpgroups)
 
         @pl.when(warpgroup == 0)
         def _finish() -> None:

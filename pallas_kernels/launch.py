@@ -34,6 +34,17 @@ CORE = 8
 SWIZZLED: Any = (plgpu.TilingTransform((CORE, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
+def why_no_wgmma() -> str | None:
+    """None where a kernel may multiply with `wgmma`, which Hopper has and no other GPU so far, else the reason.
+
+    A device without a compute capability is a CPU: one that runs the interpreter, or for which a kernel is lowered only.
+    """
+    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
+    if float(capability) // 1 == 9:
+        return None
+    return f"its kernels need Hopper's tensor cores (compute capability 9), this GPU has {capability}"
+
+
 def interpreter() -> Any:
     """`interpret=` of a kernel: None on a GPU, elsewhere the GPU interpreter."""
     return None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams()

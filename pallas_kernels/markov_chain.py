@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .grid_barrier import grid_barrier, launch_semaphore, multiprocessors
-from .launch import CORE, SWIZZLED, TILE, WARP, WARPS, Ref, ceil_div, interpreter, launch, pieces, struct
+from .launch import CORE, SWIZZLED, TILE, WARP, WARPS, Ref, ceil_div, interpreter, launch, pieces, struct, why_no_wgmma
 from .row_argmax import NOT_FOUND, first_best, merged, order_keys, ordered, part_start, part_width
 
 REQUESTS = 8
@@ -43,7 +43,8 @@ def fits_one_launch(num_gen: int, w2: jax.Array, programs: int) -> bool:
     """Whether `one_launch` takes these operands."""
     vocab_size, rank = w2.shape
     return (
-        num_gen <= REQUESTS
+        why_no_wgmma() is None
+        and num_gen <= REQUESTS
         and w2.dtype in (jnp.bfloat16, jnp.float16)
         and rank % 64 == 0
         and vocab_size % CORE == 0

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdspark.drafter import ProductShape
 
-from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, zero
+from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, why_no_wgmma, zero
 
 CHUNKS = (512, 256, 128, 64)
 """How much of the contraction one copy may have."""
@@ -82,6 +82,8 @@ def unsupported_rows(rows: int, dtypes: Sequence[str]) -> str | None:
     """None if products of so many rows with weights of these dtypes can run here, else the reason."""
     if jax.default_backend() != "gpu":
         return "off a GPU its copies and products are threads of an interpreter, too slow for a step"
+    if reason := why_no_wgmma():
+        return reason
     if tuple(dtypes) != ("bfloat16",):
         return f"its kernels multiply bfloat16, the weights are {', '.join(dtypes)}"
     if rows > MAX_ROWS:

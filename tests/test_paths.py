@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from jdspark import StepOptions, init_state, make_decode_step, paths, store_prefill_context
-from jdspark.drafter import project_context
+from jdspark.drafter import ProductShape, project_context
 from jdspark.ops import backends
 from jdspark.ops.backends import has_kernel
+from jdspark.ops.block_attention import AttentionShape
 from jdspark.paths import FUSED_PROLOGUE_OPS, INEXACT_OPS, STEP_OPS, Path, choose_path, fastest, measured_times, step_paths
 from jdspark.presets import TINY
+from pallas_kernels import markov_chain
 from torch_bridge import compare
 from torch_bridge.cases import BOUNDED_OPS, EXACT_OPS
 from torch_bridge.whole_step import ScriptedTarget, compare_steps, stored_latents
@@ -79,9 +81,31 @@ def test_an_older_gpu_is_named(monkeypatch):
     monkeypatch.setattr(backends.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(backends.jax, "devices", lambda: [Ampere()])
     assert (
-        backends.why_unavailable("pallas")
-        == "the kernels are for compute capability 9 (Hopper's tensor cores), this GPU has 8.0"
+        backends.why_unavailable("pallas") == "the kernels are for compute capability 9.0 (Hopper) and newer, this GPU has 8.0"
     )
+
+
+def test_a_newer_gpu_goes_without_the_kernels_of_hoppers_tensor_cores(monkeypatch):
+    class Blackwell:
+        compute_capability = "10.0"
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Blackwell()])
+    options = StepOptions(backend="pallas", fused_prologue=True)
+    attention = AttentionShape(B=1, block_size=7, width=576, kv_lora_rank=512, page_size=32, dtypes=("bfloat16",))
+    head = ProductShape(7, (("lm_head", 20480, 7168),), ("bfloat16",))
+    paths = {
+        op: choose_path(op, options, B=1, embedding_dtype=jnp.bfloat16, shape=shape)
+        for op, shape in (("block_attention", attention), ("draft_logits", head), ("prepare_step", None), ("norm_rope", None))
+    }
+    why = "not pallas: its kernels need Hopper's tensor cores (compute capability 9), this GPU has 10.0"
+    assert paths["block_attention"] == paths["draft_logits"] == Path("xla", why)
+    assert paths["prepare_step"] == paths["norm_rope"] == Path("pallas")
+    w2 = jax.ShapeDtypeStruct((20480, 256), jnp.bfloat16)
+    assert not markov_chain.fits_one_launch(1, w2, 132)
+    monkeypatch.setattr(Blackwell, "compute_capability", "9.0")
+    assert choose_path("draft_logits", options, B=1, embedding_dtype=jnp.bfloat16, shape=head) == Path("pallas")
+    assert markov_chain.fits_one_launch(1, w2, 132)
 
 
 def test_a_mask_row_of_another_dtype_stays_plain():

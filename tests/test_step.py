@@ -431,6 +431,23 @@ def test_bad_params_and_states_are_refused(params, geometry, target, state):
     step(params, after, inputs)
 
 
+def test_every_call_looks_at_its_own_weights(params, geometry, target, state):
+    """Weights are known again by what they are, not by what was there before them."""
+    step, inputs = make_decode_step(TINY, geometry, StepOptions(return_draft_logits=True)), batch(target)
+    other = jax.tree.map(lambda x: x * jnp.asarray(1.5, x.dtype), params)
+    narrow = params.with_lm_head(params.lm_head[:, :-1])
+    logits = []
+    for weights in (params, other, params):
+        outputs, _ = step(weights, copied(state), inputs)
+        logits.append(outputs.draft_logits)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"params\.lm_head has shape \[64, 31\]"):
+                step(narrow, state, inputs)
+    assert step.compilations == 1
+    assert compare(logits[0], logits[2])
+    assert not compare(logits[0], logits[1])
+
+
 def test_geometry_is_checked(geometry):
     beyond = dataclasses.replace(geometry, max_ctx=TINY.max_position_embeddings + 1)
     for call in (make_decode_step, init_state):

@@ -31,8 +31,8 @@ def why_unavailable(backend: str) -> str | None:
                 return f"{package} is not installed (pip install 'jdspark[gpu]')"
     if backend == "pallas" and jax.default_backend() == "gpu":
         capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
-        if int(capability) != 9:
-            return f"the kernels are for compute capability 9 (Hopper's tensor cores), this GPU has {capability}"
+        if capability < 9:
+            return f"the kernels are for compute capability 9.0 (Hopper) and newer, this GPU has {capability}"
     return None
 
 
