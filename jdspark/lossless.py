@@ -164,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `jdspark lossless`."""
     parser.add_argument("--prompts", type=int, default=200, help="prompts per setting (default 200)")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="bytes per prompt (default 32)")
-    parser.add_argument("--backend", default="xla", choices=("xla", "pallas", "triton"), help="of the decode step")
+    parser.add_argument("--backend", default="xla", choices=("auto", "xla", "pallas", "triton"), help="of the decode step")
     parser.add_argument(
         "--pair", type=Path, default=FOLDER, help="folder with target/ and drafter/ (default: the shipped pair)"
     )

@@ -23,6 +23,7 @@ MAIN: dict[str, StepOptions] = {
     "jax plain": StepOptions(),
     "jax fused": StepOptions(fused_prologue=True),
     "jax fused, pallas": StepOptions(fused_prologue=True, backend="pallas"),
+    "jax fused, overlap, pallas": StepOptions(fused_prologue=True, overlap_context_projection=True, backend="pallas"),
 }
 """Variants of every cell, by `StepOptions`; `backend="auto"` where none is named."""
 
@@ -30,7 +31,6 @@ OTHERS: dict[str, StepOptions] = {
     "jax overlap": StepOptions(overlap_context_projection=True),
     "jax fused, overlap": StepOptions(fused_prologue=True, overlap_context_projection=True),
     "jax pallas": StepOptions(backend="pallas"),
-    "jax fused, overlap, pallas": StepOptions(fused_prologue=True, overlap_context_projection=True, backend="pallas"),
     "jax fused, triton": StepOptions(fused_prologue=True, backend="triton"),
     "jax fused, pallas, triton floats": StepOptions(fused_prologue=True, backend="pallas", float_backend="triton"),
 }
