@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import functools
+import io
+import itertools
 import json
 import re
 import stat
@@ -20,7 +22,7 @@ from jdspark.bench import bookkeeping, command, parts, report, whole_step
 from jdspark.bench.bookkeeping import Carried, draw_ready, weights_of
 from jdspark.bench.clock import Deadline, Figures, Variant, compile_all, measure
 from jdspark.bench.floors import Bytes, copy_bandwidth, floor_us, part_bytes, step_bytes
-from jdspark.bench.parts import PARTS, Row, Run
+from jdspark.bench.parts import PARTS, Job, Row, Run, jobs_of
 from jdspark.bench.profile import DeviceEvent, Segment, segments_of
 from jdspark.bench.scale import CPU, FULL, QUICK, Cell, draw_inputs, draw_offsets, filled_state
 from jdspark.bench.step_parts import PART_OPS, part_backends
@@ -451,32 +453,76 @@ def fake_python(tmp_path, script):
     return str(file)
 
 
-def test_a_part_in_its_own_process(tmp_path, monkeypatch, capsys):
-    """Rows come as they are printed; a crash, or no end, becomes a row."""
+JOB = Job("step", SMALL, Cell(1, 2048))
+
+
+def test_a_job_in_its_own_process(tmp_path, monkeypatch, capsys):
+    """Rows come as they are printed, behind the job's turn; a crash, or no end, becomes a row."""
     row = Row("step", "jax plain", 1, 2048, 66, Figures(device_us=3.5, wall_us=4.0), bytes=10, floor_us=2.0)
     assert row.ratio == 1.75
     assert report.shown(dataclasses.replace(row, floor_us=0.4))["ratio"] == "-"
     line = command.TAG + json.dumps(row.to_json())
-    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, f"echo 'a warning'\necho '{line}'\nexit 3"))
-    first, last = command.in_process(arguments(), "step", 1e9, 5.0)
+    script = f"echo 'a warning'\necho {command.READY}\nread seconds\necho $seconds > {tmp_path}/turn\necho '{line}'\nexit 3"
+    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, script))
+    first, last = command.run_jobs(arguments(), [JOB], 1e9, Deadline(5.0), together=1)
     assert first == row
-    assert (last.part, last.figures.error) == ("step", "RuntimeError: exit status 3: a warning")
+    assert (last.part, last.B, last.context, last.figures.error) == (
+        "step", 1, 2048, "RuntimeError: exit status 3: a warning",
+    )  # fmt: skip
+    assert 0 < float((tmp_path / "turn").read_text()) < 5
     assert "a warning" in capsys.readouterr().out
 
-    monkeypatch.setattr(command, "GRACE", 0.0)
-    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, f"echo '{line}'\nsleep 60 & sleep 60"))
-    first, last = command.in_process(arguments(), "step", 1e9, 0.3)
+    script = f"echo '{line}'\nexit 1"  # ends before its turn
+    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, script))
+    first, last = command.run_jobs(arguments(), [JOB], 1e9, Deadline(5.0), together=1)
     assert first == row
-    assert last.figures.error == "RuntimeError: ended past its time limit"
+    assert last.figures.error == "RuntimeError: exit status 1:"
+
+    monkeypatch.setattr(command, "GRACE", 0.0)
+    script = f"echo {command.READY}\nread seconds\necho '{line}'\nsleep 60 & sleep 60"
+    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, script))
+    first, last = command.run_jobs(arguments(), [JOB], 1e9, Deadline(0.5), together=1)
+    assert first == row
+    assert last.figures.error == "RuntimeError: ended past the time limit"
+    (row,) = command.run_jobs(arguments(), [JOB], 1e9, Deadline(0.0), together=1)
+    assert row.left_out == parts.NO_TIME
 
 
-def test_the_process_of_a_part_prints_its_rows(capsys, monkeypatch):
+def test_jobs_prepare_side_by_side_and_measure_in_turn(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    number = '"$5"'  # of `-m jdspark bench --only-job NUMBER`
+    script = f"echo prepared {number} >> {log}\necho {command.READY}\nread seconds\necho begin {number} >> {log}\nsleep 0.2\n"
+    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, script + f"echo end {number} >> {log}"))
+    assert not list(command.run_jobs(arguments(), [JOB] * 3, 1e9, Deadline(20.0), together=2))
+    lines = log.read_text().splitlines()
+    assert set(lines[:2]) == {"prepared 0", "prepared 1"}
+    assert lines[2:] == ["begin 0", "end 0", "begin 1", "end 1", "prepared 2", "begin 2", "end 2"]
+
+
+def test_the_process_of_a_job_prints_its_rows(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["jdspark", "bench"])
     scale = dataclasses.replace(SMALL, rounds=1, calls=1)
-    assert command.run_bench(arguments("--only-part", "compile", "--bandwidth", "1e9"), scale) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    row = Row.from_json(json.loads(line.removeprefix(command.TAG)))
-    assert (row.part, row.left_out) == ("torch.compile", "measured in a full run on a GPU only")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("60.0\n"))
+    assert command.run_bench(arguments("--only-job", "0", "--parts", "acceptance", "--bandwidth", "1e9"), scale) == 0
+    ready, *lines = capsys.readouterr().out.splitlines()
+    assert ready == command.READY
+    rows = [command.row_of(line) for line in lines]
+    assert {row.part for row in rows} == {"bookkeeping and acceptance"}
+    assert {row.name for row in rows if not row.left_out} >= {"jax xla"}
+
+
+def test_every_cell_is_in_one_job():
+    jobs = jobs_of(FULL, list(PARTS))
+    for part, fields in {
+        "bookkeeping": ["bookkeeping"], "step": ["step", "every_step"], "parts": ["parts"], "acceptance": ["acceptance"],
+        "compile": ["compiled"],
+    }.items():  # fmt: skip
+        mine = [job for job in jobs if job.part == part]
+        for field in fields:
+            cells = [cell for job in mine for cell in getattr(job.scale, field)]
+            assert sorted(cells) == sorted(getattr(FULL, field)), field
+        assert all(job.cell in itertools.chain(*(getattr(job.scale, field) for field in fields)) for job in mine)
+    assert [job.part for job in jobs_of(FULL, ["acceptance", "step"])][-1] == "acceptance"
 
 
 def test_the_chart_has_a_line_per_variant_and_the_floor(tmp_path):

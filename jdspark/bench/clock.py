@@ -74,6 +74,10 @@ class Deadline:
     """A time limit that is asked before each piece of work."""
 
     def __init__(self, seconds: float):
+        self.restart(seconds)
+
+    def restart(self, seconds: float) -> None:
+        """Begin again, with another limit."""
         self._began = time.monotonic()
         self._ends = self._began + seconds
 
@@ -101,6 +105,17 @@ def seconds_of(call: Callable[[], Any]) -> float:
 def median_seconds(call: Callable[[], Any], rounds: int) -> float:
     """The median host seconds of several calls."""
     return statistics.median(seconds_of(call) for _ in range(rounds))
+
+
+def trace_all[Key](lower: dict[Key, Callable[[], Any]]) -> dict[Key, Callable[[], Any]]:
+    """Trace each function now: for `compile_all`, which then has only to compile, or finds the exception of one that failed."""
+    lowered: dict[Key, Any] = {}
+    for key, function in lower.items():
+        try:
+            lowered[key] = function()
+        except Exception as error:
+            lowered[key] = error
+    return {key: functools.partial(or_raise, of) for key, of in lowered.items()}
 
 
 def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12, *, first_alone: bool = False) -> dict[Key, Any]:
@@ -131,11 +146,11 @@ def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12, *, 
         return {key: result if isinstance(result, Exception) else result.result() for key, result in results.items()}
 
 
-def or_raise(compiled: Any) -> Any:
-    """An executable of `compile_all`; raises what stands in its place."""
-    if isinstance(compiled, Exception):
-        raise compiled
-    return compiled
+def or_raise[Of](found: Of | Exception) -> Of:
+    """What tracing or compiling gave; raises the exception that stands in its place."""
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def built(function: Callable[[], Variant], figures: Figures) -> Variant | None:

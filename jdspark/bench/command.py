@@ -1,15 +1,18 @@
 """`python -m jdspark bench`.
 
-In a full run on a GPU every part runs in a process of its own, so that one that crashes the device's context, or does not
-end, costs the others nothing; the results are written as they come. `--quick` has no time to start four of them.
+On a GPU a run is cut into jobs, each in a process of its own: one that crashes the device's context, or does not end, costs the
+others nothing, and several trace and compile side by side, which takes most of the time. Then one after the other is told that
+it is its turn, and measures with nothing else running. Results are written as they come. A run on a CPU measures in this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -17,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +30,20 @@ from ..generate import check_plot
 from . import report
 from .clock import Deadline, Figures, describe
 from .floors import copy_bandwidth
-from .parts import PARTS, Row, Run, guarded
+from .parts import NO_TIME, PARTS, Job, Row, Run, guarded, jobs_of
 from .scale import Scale, choose_scale
 
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
 LIMIT, QUICK_LIMIT = 1800.0, 110.0
 """Seconds, by default."""
 GRACE = 30.0
-"""Seconds past its limit after which a part's process is ended."""
-TAG = "bench-row "
+"""Seconds past the limit after which what still runs is ended."""
+TAG, READY = "bench-row ", "bench-ready"
+"""What a job's process writes: a row, and that it is prepared."""
+
+JOB_BYTES = 12 << 30
+"""Of the device's memory, at the most, for each job: weights and embedding, and in both frameworks a pool and operands."""
+MOST_TOGETHER = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row there, as they come")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the step's time against context and batch size")
     parser.add_argument("--seed", type=int, default=0, help="of weights and operands")
-    parser.add_argument("--only-part", choices=tuple(PARTS), help=argparse.SUPPRESS)  # what the processes of the parts get
+    parser.add_argument("--only-job", type=int, help=argparse.SUPPRESS)  # what the processes of the jobs get
     parser.add_argument("--bandwidth", type=float, help=argparse.SUPPRESS)
 
 
@@ -100,9 +108,8 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory, too
     on_gpu = jax.default_backend() == "gpu"
     scale = choose_scale(on_gpu, args.quick) if scale is None else scale
-    if args.only_part:
-        run = Run(scale, on_gpu, args.bandwidth, args.seed, Deadline(limit))
-        for row in guarded(run, args.only_part):
+    if args.only_job is not None:
+        for row in rows_of_job(args, jobs_of(scale, chosen)[args.only_job], on_gpu, limit):
             print(TAG + json.dumps(row.to_json()), flush=True)
         return 0
 
@@ -111,54 +118,133 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     machine = describe_run(scale, on_gpu, bandwidth)
     print(machine["what"], flush=True)
     rows: dict[tuple[str, str, int, int], Row] = {}
-    shares = {part: share for part, (share, _) in PARTS.items() if part in chosen}
-    for number, part in enumerate(shares):
-        seconds = deadline.left() * shares[part] / sum(list(shares.values())[number:])  # what a part leaves goes to the rest
-        if on_gpu and not args.quick and (part != "compile" or scale.compiled):
-            of_part = in_process(args, part, bandwidth, seconds)
-        else:
-            of_part = guarded(Run(scale, on_gpu, bandwidth, args.seed, Deadline(seconds)), part)
-        for row in of_part:
-            rows[row.key] = row
-            if not row.left_out:
-                print(report.line(row), flush=True)
-            if args.json is not None:
-                report.write_json(args.json, list(rows.values()), machine)
+    if on_gpu:
+        found = run_jobs(args, jobs_of(scale, chosen), bandwidth, deadline, jobs_together())
+    else:
+        found = run_here(scale, chosen, on_gpu, bandwidth, args.seed, deadline)
+    for row in found:
+        rows[row.key] = row
+        if not row.left_out:
+            print(report.line(row), flush=True)
+        if args.json is not None:
+            report.write_json(args.json, list(rows.values()), machine)
     report.print_tables(list(rows.values()), machine)
     if args.plot is not None:
         report.plot(args.plot, list(rows.values()), machine)
     return 1 if any(row.figures.failed for row in rows.values()) else 0
 
 
-def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process and those that it started: compilers' workers would keep its output open."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def run_here(
+    scale: Scale, chosen: Sequence[str], on_gpu: bool, bandwidth: float, seed: int, deadline: Deadline
+) -> Iterator[Row]:
+    """The rows of all chosen parts, in this process; each has its share of the time."""
+    shares = {part: share for part, (share, _) in PARTS.items() if part in chosen}
+    for number, part in enumerate(shares):
+        seconds = deadline.left() * shares[part] / sum(list(shares.values())[number:])  # what a part leaves goes to the rest
+        yield from guarded(Run(scale, on_gpu, bandwidth, seed, Deadline(seconds)), part)
 
 
-def in_process(args: argparse.Namespace, part: str, bandwidth: float, seconds: float) -> Iterator[Row]:
-    """The rows of one part, from a process of its own, which is ended a little past its limit."""
-    command = [
-        sys.executable, "-m", "jdspark", "bench", "--only-part", part, "--bandwidth", repr(bandwidth),
-        "--limit", repr(max(seconds, 1.0)), "--seed", str(args.seed), *(["--quick"] if args.quick else []),
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    timer = threading.Timer(seconds + GRACE, end_group, [process])
-    timer.start()
-    last: list[str] = []
-    try:
-        assert process.stdout is not None
-        for text in process.stdout:
-            if text.startswith(TAG):
-                yield Row.from_json(json.loads(text.removeprefix(TAG)))
+def rows_of_job(args: argparse.Namespace, job: Job, on_gpu: bool, limit: float) -> Iterator[Row]:
+    """The rows of one job, in its own process: prepares, says so, and waits on its input for the seconds that it has."""
+    deadline = Deadline(limit)
+
+    @functools.cache
+    def turn() -> None:
+        print(READY, flush=True)
+        deadline.restart(float(sys.stdin.readline()))
+
+    yield from guarded(Run(job.scale, on_gpu, args.bandwidth, args.seed, deadline, turn), job.part)
+
+
+def jobs_together() -> int:
+    """How many jobs this machine can prepare side by side."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    return max(1, min(MOST_TOGETHER, (os.cpu_count() or 1) // 2, memory // JOB_BYTES))
+
+
+def run_jobs(
+    args: argparse.Namespace, jobs: Sequence[Job], bandwidth: float, deadline: Deadline, together: int
+) -> Iterator[Row]:
+    """The rows of all jobs: so many prepare side by side, then these are measured one after the other."""
+    for batch in itertools.batched(enumerate(jobs), together):
+        processes = []
+        if deadline.left():
+            print(f"preparing {len(batch)} of {len(jobs)} jobs", flush=True)
+            processes = [JobProcess(args, number, job, bandwidth, deadline) for number, job in batch]
+        try:
+            for process in processes:
+                process.prepare()
+            for position, (_, job) in enumerate(batch):
+                if deadline.left():
+                    yield from processes[position].rows()
+                else:
+                    yield Row(job.part, "all", *job.cell, 0, left_out=NO_TIME)
+        finally:
+            for process in processes:
+                process.end()
+
+
+class JobProcess:
+    """A job in a process of its own, which is ended a little past the deadline."""
+
+    def __init__(self, args: argparse.Namespace, number: int, job: Job, bandwidth: float, deadline: Deadline):
+        self._job, self._deadline = job, deadline
+        command = [
+            sys.executable, "-m", "jdspark", "bench", "--only-job", str(number), "--parts", args.parts,
+            "--bandwidth", repr(bandwidth), "--limit", repr(max(deadline.left(), 1.0)), "--seed", str(args.seed),
+            *(["--quick"] if args.quick else []),
+        ]  # fmt: skip
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self._timer = threading.Timer(deadline.left() + GRACE, self._kill)
+        self._timer.start()
+        self._early: list[Row] = []
+        self._last: list[str] = []
+
+    def _kill(self) -> None:
+        """End the process and those that it started: compilers' workers would keep its output open."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _lines(self) -> Iterator[str]:
+        """Rows and `READY`; anything else is shown."""
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            if text.startswith((TAG, READY)):
+                yield text
             else:
                 print(text, end="", flush=True)
-                last = [*last[-2:], text.strip()]
-        code = process.wait()
-    finally:
-        timer.cancel()
-        end_group(process)
-        process.wait()
-    if code:
-        ended = "ended past its time limit" if code == -9 else f"exit status {code}: {' | '.join(last)}"
-        yield Row(part, "all", 0, 0, 0, Figures(error=describe(RuntimeError(ended))))
+                self._last = [*self._last[-2:], text.strip()]
+
+    def prepare(self) -> None:
+        """Wait until the job is prepared, or has ended."""
+        for text in self._lines():
+            if text.startswith(READY):
+                return
+            self._early.append(row_of(text))
+
+    def rows(self) -> Iterator[Row]:
+        """The job's turn: its rows, and one that says so if it did not end well."""
+        yield from self._early
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{self._deadline.left()}\n")
+            self._process.stdin.close()
+        for text in self._lines():
+            if not text.startswith(READY):
+                yield row_of(text)
+        if code := self._process.wait():
+            ended = "ended past the time limit" if code == -signal.SIGKILL else f"exit status {code}: {' | '.join(self._last)}"
+            yield Row(self._job.part, "all", *self._job.cell, 0, Figures(error=describe(RuntimeError(ended))))
+
+    def end(self) -> None:
+        """End what is left of it."""
+        self._timer.cancel()
+        self._kill()
+        self._process.wait()
+
+
+def row_of(text: str) -> Row:
+    """A row as a job's process writes it."""
+    return Row.from_json(json.loads(text.removeprefix(TAG)))

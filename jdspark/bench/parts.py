@@ -22,7 +22,7 @@ from ..state import DecodeState
 from ..step import DecodeStep
 from . import bookkeeping, step_parts, whole_step
 from .bookkeeping import BACKENDS, Carried, Ready
-from .clock import Deadline, Figures, Variant, built, compile_all, describe, in_turn, measure
+from .clock import Deadline, Figures, Variant, built, compile_all, describe, in_turn, measure, trace_all
 from .floors import floor_us, step_bytes
 from .scale import Cell, Scale, draw_inputs, filled_state
 from .step_parts import PART_OPS, PartRun, cache_flush, part_backends
@@ -100,6 +100,8 @@ class Run:
     """Bytes per second of a copy, read and written counted."""
     seed: int
     deadline: Deadline
+    turn: Callable[[], None] = lambda: None
+    """Called when everything is prepared and timing begins: a process that prepares beside others waits there for its turn."""
 
     def unavailable(self, backend: str) -> str:
         """Why a backend of JAX is not measured on this machine; empty if it is."""
@@ -244,7 +246,7 @@ def bookkeeping_rows(
 
     work = Bookkeeping(run, cells, acceptance=acceptance)
     pace = Pace(run.deadline)
-    for group in itertools.batched(cells, 3):  # compiled side by side
+    for group in itertools.batched(cells, 6):  # compiled side by side
         columns = {cell: work.geometry(cell).max_blocks_per_seq for cell in group}
         if not pace.fits():
             for cell in group:
@@ -261,6 +263,7 @@ def bookkeeping_rows(
                 if name not in left_out | elsewhere(cell)
             }
         )
+        run.turn()
         for cell in group:
             of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
             build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
@@ -333,12 +336,21 @@ class StepCell:
                 build[name] = functools.partial(side.step_variant, name, self.torch_params, state, sets)
         jax_names = [name for name in names if name in options]
         steps = {name: whole_step.make_step(self.run.scale, self.geometry, options[name]) for name in jax_names}
-        lowering = {name: self.lowering(step, options[name]) for name, step in steps.items()}
+        traced = trace_all(
+            {
+                (name, loop): function
+                for name, step in steps.items()
+                for loop, function in self.lowering(step, options[name]).items()
+            }
+        )
+        with_products = {key: function for key, function in traced.items() if has_products(function)}
+        without = compile_all({key: function for key, function in traced.items() if key not in with_products})
+        self.run.turn()
 
         @functools.cache
         def compiled() -> dict[tuple[str, bool], Any]:
-            lower = {(name, loop): function for name, of in lowering.items() for loop, function in of.items()}
-            return compile_all(lower, first_alone=True)
+            # XLA chooses among products by their times, which nothing else on the device should disturb
+            return without | compile_all(with_products, first_alone=True)
 
         def variant(name: str) -> Variant:
             of = compiled()
@@ -391,6 +403,14 @@ class StepCell:
             yield row(name, figures=figures[name])
 
 
+def has_products(lowered: Callable[[], Any]) -> bool:
+    """Whether a function of `trace_all` has matrix products that XLA computes."""
+    try:
+        return "stablehlo.dot_general" in lowered().as_text()
+    except Exception:  # it failed to trace, and says so where it is compiled
+        return False
+
+
 def part_rows(run: Run) -> Iterator[Row]:
     """Rows of each part of the step; on a GPU from a profile, with the cache flushed before every call."""
     scale = run.scale
@@ -409,14 +429,15 @@ def part_rows(run: Run) -> Iterator[Row]:
         rng, state = run.rng(cell), filled_state(scale, geometry)
         work = PartRun([step_parts.draw_part_operands(rng, scale, geometry, cell.B, params, state) for _ in range(scale.sets)])
         del state
-        compiled = compile_all(
+        traced = trace_all(
             {
                 name: functools.partial(work.lower, part, step_parts.part_function(part, scale, geometry, backend))
                 for name, (part, backend) in names.items()
                 if name not in left_out
-            },
-            workers=1,
+            }
         )
+        run.turn()
+        compiled = compile_all(traced, workers=1)
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
         for row in run.measured("part", cell, columns, build, left_out, calls=scale.calls):
             if flush is not None:  # the host's clock saw the flush, too
@@ -442,6 +463,38 @@ PARTS: dict[str, tuple[float, Callable[[Run], Iterator[Row]]]] = {
     "compile": (0.10, compiled_rows),
 }
 """By the name that `--parts` takes: its share of the time limit, and its rows. In the order in which they run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Cells of one part that are prepared and measured together."""
+
+    part: str
+    scale: Scale
+    """With these cells only."""
+    cell: Cell
+    """The first of them."""
+
+
+def jobs_of(scale: Scale, chosen: Sequence[str]) -> list[Job]:
+    """The chosen parts in pieces that can be prepared side by side, in the order in which they run."""
+    batch_sizes = dict.fromkeys(cell.B for cell in scale.bookkeeping)
+    pieces: dict[str, list[dict[str, tuple[Cell, ...]]]] = {
+        "bookkeeping": [{"bookkeeping": tuple(cell for cell in scale.bookkeeping if cell.B == B)} for B in batch_sizes],
+        "step": [
+            *({"step": (cell,), "every_step": ()} for cell in scale.step),
+            *({"step": (), "every_step": (cell,)} for cell in scale.every_step),
+        ],
+        "parts": [{"parts": (cell,)} for cell in scale.parts],
+        "acceptance": [{"acceptance": scale.acceptance}],
+        "compile": [{"compiled": (cell,)} for cell in scale.compiled],
+    }
+    return [
+        Job(part, dataclasses.replace(scale, **cells), next(itertools.chain(*cells.values())))  # type: ignore[arg-type]
+        for part in PARTS
+        if part in chosen
+        for cells in pieces[part]
+    ]
 
 
 def guarded(run: Run, part: str) -> Iterator[Row]:

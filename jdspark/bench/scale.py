@@ -48,7 +48,7 @@ class Scale:
     """Of the copy that measures the bandwidth, and of the flush between calls."""
     loop: int
     """Passes over the sets of operands in one dispatch of the bookkeeping."""
-    step_loop: int = 50
+    step_loop: int = 25
     """Steps in one dispatch of the whole step's loop; 0 leaves it out, as on a CPU, where there is no device time to find."""
     rounds: int = 7
     calls: int = 20
@@ -100,7 +100,7 @@ FULL = Scale(
     acceptance=tuple(Cell(B, 2048) for B in (1, 4, 32)),
     step=(
         Cell(1, 2048), Cell(1, 131072), Cell(1, 393216), Cell(1, 65536), Cell(1, 32768), Cell(1, 98304),
-        Cell(4, 16384), Cell(16, 16384), Cell(32, 16384), Cell(4, 2048), Cell(16, 2048), Cell(32, 2048),
+        Cell(4, 2048), Cell(16, 2048), Cell(32, 2048),
     ),
     every_step=(Cell(1, 2048),),
     parts=(Cell(1, 2048), Cell(1, 131072), Cell(32, 2048)),
