@@ -2,7 +2,7 @@
 
 On a GPU a run is cut into jobs, each in a process of its own: one that crashes the device's context, or does not end, costs the
 others nothing, and several trace and compile side by side, which takes most of the time. Then one after the other is told that
-it is its turn, and measures with nothing else running. Results are written as they come. A run on a CPU measures in this process.
+it is its turn, and measures with nothing else running. Results are written as they come. On a CPU this process does it all.
 """
 
 from __future__ import annotations
