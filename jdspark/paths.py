@@ -110,7 +110,7 @@ def choose_path(
         reason = f"it has no {backend} kernel"
     if reason is None and op == "prepare_step" and mask_row_dtype is not None and mask_row_dtype != embedding_dtype:
         reason = f"the trained mask row is {jnp.dtype(mask_row_dtype).name}, the embedding {jnp.dtype(embedding_dtype).name}"
-    if reason is None and shape is None and op in COMPOSED_OPS:
+    if reason is None and shape is None and op in COMPOSED_OPS and has_kernel(op, backend):
         reason = "the shapes of its weights are not known"
     if reason is None and shape is not None and has_kernel(op, backend):
         reason = why_unsupported(op, backend, shape)

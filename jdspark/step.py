@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -259,19 +260,19 @@ class KnownParams:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        self._last: Callable[[], DrafterParams | None] = lambda: None
-        self._last_number = 0
-        self.traced = False
-        """Whether any of the last ones is a tracer."""
+        self._new = itertools.count()
+        # written at once: steps may be called by several threads
+        self._last: tuple[Callable[[], DrafterParams | None], int, bool] = (lambda: None, -1, False)
 
-    def number(self, params: DrafterParams) -> int:
-        """Equal for weights of one structure, shapes and dtypes."""
-        if self._last() is not params:
+    def look(self, params: DrafterParams) -> tuple[int, bool]:
+        """A number, equal for weights of one structure, shapes and dtypes, and whether any of the weights is a tracer."""
+        known, number, traced = self._last
+        if known() is not params:
             leaves, shapes = shapes_of(params)
-            self._last_number = self._numbers.setdefault(shapes, len(self._numbers))
-            self.traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-            self._last = weakref.ref(params)
-        return self._last_number
+            number = self._numbers.setdefault(shapes, next(self._new))
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+            self._last = weakref.ref(params), number, traced
+        return number, traced
 
 
 class DecodeStep:
@@ -304,14 +305,15 @@ class DecodeStep:
         """
         # all that `check` looks at, which takes the host a tenth of a millisecond, but for a number that only equals an integer
         leaves, shapes = shapes_of((state, inputs))
-        key = self._params.number(params), shapes
+        number, traced = self._params.look(params)
+        key = number, shapes
         if type(inputs.num_contexts) is int and key in self._compiler_options:
             check_alive("decode step", state)
         else:
             self.check(params, state, inputs)
             self._compiler_options[key] = self._options_for(params, inputs)
         changing, constant = split(state)
-        traced = self._params.traced or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        traced = traced or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         outputs, changing = self._jitted_for(state, self._compiler_options[key], traced)(params, changing, constant, inputs)
         return outputs, joined(changing, constant)
 

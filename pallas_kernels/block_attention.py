@@ -26,7 +26,7 @@ from jdspark.ops.backends import BackendUnavailable
 from jdspark.ops.block_attention import AttentionShape
 from jdspark.ops.checks import Layout, pool_dims
 
-from .discard import LINE_BYTES, discard
+from .discard import discard
 from .launch import (
     CORE,
     MULTIPROCESSORS,
@@ -523,8 +523,8 @@ def turns(B: int, programs: int) -> tuple[int, int, int]:
 def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int, programs: int, dtype: Any) -> jax.Array:
     """The sum of each request's pieces, scaled to their common maximum and divided by the sum of their weights.
 
-    On a GPU `sums` is undefined afterwards: at a long context 8 MB that would leave the cache while the layer's products read
-    their weights.
+    On a GPU `sums` is undefined afterwards (at a long context 8 MB that would leave the cache while the layer's products read
+    their weights), and XLA does not know: nothing else may read it, and no second merge of one split.
 
     One program per row, or half of it; its warpgroups take the pieces in turns, see `turns`. With few requests each has many
     pieces and there are few programs, so that more warpgroups share them. The pieces' scales are worked out once, in every
@@ -580,8 +580,7 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
         sums_smem[warpgroup] = merged
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
-        if columns * sums.dtype.itemsize % LINE_BYTES == 0:
-            discard(sums.at[row_block, pl.ds(first + b, programs), block_row, part], last - first + 1, warpgroups)
+        discard(sums.at[row_block, pl.ds(first + b, programs), block_row, part], last - first + 1, warpgroups)
 
         @pl.when(warpgroup == 0)
         def _finish() -> None:

@@ -21,7 +21,12 @@ def discard(rows: Ref, count: jax.Array, warpgroups: int) -> None:
     What a kernel has written stays in the cache until something else needs the place, and only then goes to memory: to no end
     if its only reader is done with it, and while another kernel wants the bandwidth. All threads of a program of so many
     warpgroups call it, when none of them reads the rows any more. Without a GPU it does nothing.
+
+    Raises ValueError for columns that are not whole lines; rows must begin with one.
     """
+    row_bytes = rows.shape[1] * rows.dtype.itemsize
+    if row_bytes % LINE_BYTES:
+        raise ValueError(f"discard: a row is {row_bytes} bytes, expected whole lines of {LINE_BYTES}")
     if jax.default_backend() != "gpu":
         return
 

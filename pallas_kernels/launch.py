@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jdspark.ops.backends import compute_capability
+
 Ref = Any
 """A ref of a kernel, or a part of one; JAX has no public type for it."""
 
@@ -39,8 +41,8 @@ def why_no_wgmma() -> str | None:
 
     A device without a compute capability is a CPU: one that runs the interpreter, or for which a kernel is lowered only.
     """
-    capability = str(getattr(jax.devices()[0], "compute_capability", "9.0"))
-    if float(capability) // 1 == 9:
+    capability = compute_capability()
+    if capability is None or int(capability) == 9:
         return None
     return f"its kernels need Hopper's tensor cores (compute capability 9), this GPU has {capability}"
 

@@ -68,9 +68,14 @@ def prepare_step(
         )  # fmt: skip
     embeddings = () if embedding is None else (embedding, *mask_operands(embedding, mask_row))
     # those that take longest come first
-    programs = (
-        num_rows, num_gen, num_gen, num_slots if advance else 0, num_rows * chunks, num_gen * block_size if embeddings else 0,
-    )  # fmt: skip
+    programs = {
+        "count_and_store": num_rows,
+        "place_block": num_gen,
+        "begin": num_gen,
+        "advance_slot": num_slots if advance else 0,
+        "decode": num_rows * chunks,
+        "noise_row": num_gen * block_size if embeddings else 0,
+    }
     optional_outputs: dict[str, jax.ShapeDtypeStruct] = {}
     if advance:
         optional_outputs["ctx_len"] = struct(ctx_len.shape, jnp.int32)
@@ -143,8 +148,8 @@ def prepare_step(
             write_noise_row(embedding, masks, optional["noise"], b, j, bonus, mask_token_id)
 
         program, first = lax.axis_index("program"), 0
-        for act, count in zip((count_and_store, place_block, begin, advance_slot, decode, noise_row), programs, strict=True):
-            if count:
+        for act in (count_and_store, place_block, begin, advance_slot, decode, noise_row):
+            if count := programs[act.__name__]:
                 here = (program >= first) & (program < first + count)
                 pl.when(here)(functools.partial(act, jnp.maximum(program - first, 0)))
             first += count
@@ -165,7 +170,7 @@ def prepare_step(
             ints(num_gen, block_size), ints(num_gen, block_size), ints(num_gen),
             *optional_outputs.values(),
         ),
-        grid={"program": sum(programs)},
+        grid={"program": sum(programs.values())},
     )(encoded_offsets, accepted_tokens, num_accepted, ctx_len, slots, *embeddings)  # fmt: skip
     optional = dict(zip(optional_outputs, rest, strict=True))
     return PreparedStep(

@@ -150,6 +150,8 @@ MUTANTS = (
     pallas("block_attention", "program * share + jnp.minimum(program, longer)", "program * share + program"),
     pallas("block_attention", "jnp.minimum(end - start, count)", "jnp.minimum(end - start, count - 1)"),
     pallas("block_attention", "jnp.where(stop <= begin, stop, first_start)", "jnp.where(stop <= begin, 0, 0)"),
+    pallas("block_attention", "last - first + 1, warpgroups", "last - first + 2, warpgroups"),
+    pallas("block_attention", "pl.ds(first + b, programs)", "pl.ds(first, programs)"),
     pallas("block_attention", "(p >= 0) & (p < num_pages)", "(p >= 0)"),
     pallas("block_attention", "jnp.int32(block_size), jnp.minimum", "jnp.int32(block_size + 1), jnp.minimum"),
     pallas("block_attention", "offset = first_row + lax.rem(", "offset = lax.rem("),

@@ -155,9 +155,18 @@ def test_interpreted_kernels_against_fp64(case):
 
 
 @pytest.mark.parametrize("pieces", [[36], [150], [40, 2, 15]])
-def test_the_merge_takes_more_pieces_than_at_once(pieces):
-    """Maxima that rise and fall over several warpgroups and rounds; what no program wrote is NaN."""
-    B, rank, rows = len(pieces), 128, 3
+def test_the_merge_takes_more_pieces_than_at_once(pieces, monkeypatch):
+    """Maxima that rise and fall over several warpgroups and rounds; what no program wrote is NaN. Each program
+    discards what it alone reads."""
+    B, rank, rows = len(pieces), 256, 3
+    discarded = []
+
+    def discard(of_row, count, warpgroups):
+        _, piece, row, part = of_row.transforms[-1].indices
+        jax.debug.callback(lambda *where: discarded.append(tuple(int(x) for x in where)), piece.start, count, row, part.start)
+
+    monkeypatch.setattr(kernels, "discard", discard)
+    kernels.merge.clear_cache()
     rng = np.random.default_rng(B)
     last = np.cumsum(np.array(pieces) - 1)  # a program ends one request and begins the next
     bounds, programs = np.stack([last - pieces + 1, last], axis=1), int(last[-1]) + 2
@@ -179,6 +188,10 @@ def test_the_merge_takes_more_pieces_than_at_once(pieces):
         scale = 2.0 ** (maxima - maxima.max(axis=1, keepdims=True))
         expected = np.einsum("rp,prk->rk", scale, sums[0, mine, :rows]) / (scale * weights).sum(axis=1)[:, None]
         np.testing.assert_allclose(merged[b], expected, rtol=2e-5, atol=2e-5)  # fp32
+    jax.effects_barrier()
+    read = [(begin + b, end - begin + 1) for b, (begin, end) in enumerate(bounds)]
+    assert set(discarded) == {(*of, row, part) for of in read for row in range(rows) for part in (0, rank // 2)}
+    kernels.merge.clear_cache()
 
 
 def test_the_kernels_lower_for_a_gpu_at_k3_shapes(monkeypatch):

@@ -98,6 +98,8 @@ def test_a_newer_gpu_goes_without_the_kernels_of_hoppers_tensor_cores(monkeypatc
         op: choose_path(op, options, B=1, embedding_dtype=jnp.bfloat16, shape=shape)
         for op, shape in (("block_attention", attention), ("draft_logits", head), ("prepare_step", None), ("norm_rope", None))
     }
+    unknown = choose_path("draft_logits", options, B=1, embedding_dtype=jnp.bfloat16)
+    assert unknown == Path("xla", "not pallas: the shapes of its weights are not known")
     why = "not pallas: its kernels need Hopper's tensor cores (compute capability 9), this GPU has 10.0"
     assert paths["block_attention"] == paths["draft_logits"] == Path("xla", why)
     assert paths["prepare_step"] == paths["norm_rope"] == Path("pallas")

@@ -1,6 +1,8 @@
 """The jitted decode step: one compilation, donated state, no pool copy, its special batches and its refusals."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -446,6 +448,12 @@ def test_every_call_looks_at_its_own_weights(params, geometry, target, state):
     assert step.compilations == 1
     assert compare(logits[0], logits[2])
     assert not compare(logits[0], logits[1])
+    mine = dataclasses.replace(params)
+    last = weakref.ref(mine)
+    step(mine, copied(state), inputs)
+    del mine, weights
+    gc.collect()
+    assert last() is None, "the step keeps no weights"
 
 
 def test_geometry_is_checked(geometry):

@@ -30,10 +30,18 @@ def why_unavailable(backend: str) -> str | None:
             if importlib.util.find_spec(package) is None:
                 return f"{package} is not installed (pip install 'jdspark[gpu]')"
     if backend == "pallas" and jax.default_backend() == "gpu":
-        capability = float(getattr(jax.devices()[0], "compute_capability", "0"))
-        if capability < 9:
-            return f"the kernels are for compute capability 9.0 (Hopper) and newer, this GPU has {capability}"
+        capability = compute_capability()
+        if capability is None or capability < 9:
+            return f"the kernels are for compute capability 9.0 (Hopper) and newer, this GPU has {capability or 'none'}"
     return None
+
+
+def compute_capability() -> float | None:
+    """Of this machine's GPUs; None for devices that have none, a CPU's or another maker's."""
+    try:
+        return float(getattr(jax.devices()[0], "compute_capability", ""))
+    except ValueError:
+        return None
 
 
 def kernel(op: str, backend: str) -> Callable[..., Any]:
