@@ -178,15 +178,8 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapp
         shapes: of the ops whose kernels do not take every shape.
     """
     mask_row = params.mask_token_embedding
-    weights = {
-        "compress_context": (params.fc, "the drafter has no fc"),
-        "draft_logits": (params.lm_head, "there is no lm_head"),
-    }
-    missing = {op: Path("xla", why) for op, (weight, why) in weights.items() if weight is None}
     paths = {
-        op: missing[op]
-        if op in missing
-        else choose_path(
+        op: choose_path(
             op,
             options,
             B=B,
@@ -196,6 +189,11 @@ def step_paths(params: DrafterParams, options: StepOptions, B: int, shapes: Mapp
         )
         for op in (SAMPLING_OPS.get(op, op) if options.sampling else op for op in STEP_OPS)
     }
+    weights = {
+        "compress_context": (params.fc, "the drafter has no fc"),
+        "draft_logits": (params.lm_head, "there is no lm_head"),
+    }
+    paths |= {op: Path("xla", why) for op, (weight, why) in weights.items() if weight is None}
     if paths["block_layers"].backend == "pallas":  # else "it has no pallas kernel" would be said of what runs in one
         paths |= {op: Path("xla", "but in block_layers, which has its own") for op in IN_LAYERS if paths[op].backend == "xla"}
     why_not = why_no_overlap(options, stores_context=params.fc is not None)

@@ -255,6 +255,11 @@ def shapes_of(tree: Any) -> tuple[list[Any], Any]:
     return leaves, (structure, tuple((getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves))
 
 
+def any_traced(leaves: list[Any]) -> bool:
+    """Whether a call with these arrays is inside of a caller's trace."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
 class KnownParams:
     """Numbers weights by their shapes; those of the last call, most often the same ones, are known without a look."""
 
@@ -270,7 +275,7 @@ class KnownParams:
         if known() is not params:
             leaves, shapes = shapes_of(params)
             number = self._numbers.setdefault(shapes, next(self._new))
-            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+            traced = any_traced(leaves)
             self._last = weakref.ref(params), number, traced
         return number, traced
 
@@ -313,8 +318,8 @@ class DecodeStep:
             self.check(params, state, inputs)
             self._compiler_options[key] = self._options_for(params, inputs)
         changing, constant = split(state)
-        traced = traced or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        outputs, changing = self._jitted_for(state, self._compiler_options[key], traced)(params, changing, constant, inputs)
+        jitted = self._jitted_for(state, self._compiler_options[key], traced or any_traced(leaves))
+        outputs, changing = jitted(params, changing, constant, inputs)
         return outputs, joined(changing, constant)
 
     def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
@@ -324,7 +329,7 @@ class DecodeStep:
         (`jax.ShapeDtypeStruct`) do as well as arrays.
         """
         self.check(params, state, inputs)
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, state, inputs)))
+        traced = any_traced(jax.tree.leaves((params, state, inputs)))
         jitted = self._jitted_for(state, self._options_for(params, inputs), traced)
         return jitted.lower(params, *split(state), inputs)
 

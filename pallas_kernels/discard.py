@@ -24,7 +24,9 @@ def discard(rows: Ref, count: jax.Array, warpgroups: int) -> None:
 
     Raises ValueError for columns that are not whole lines; rows must begin with one.
     """
-    row_bytes = rows.shape[1] * rows.dtype.itemsize
+    item_bytes = rows.dtype.itemsize
+    row_bytes, threads = rows.shape[1] * item_bytes, warpgroups * WARPGROUP
+    lines = row_bytes // LINE_BYTES
     if row_bytes % LINE_BYTES:
         raise ValueError(f"discard: a row is {row_bytes} bytes, expected whole lines of {LINE_BYTES}")
     if jax.default_backend() != "gpu":
@@ -35,12 +37,9 @@ def discard(rows: Ref, count: jax.Array, warpgroups: int) -> None:
         del context
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         rows_type = ir.MemRefType(rows.type)
-        most, columns = rows_type.shape
         (row_stride, _), _ = rows_type.get_strides_and_offset()
-        item_bytes = utils.bitwidth(rows_type.element_type) // 8
-        lines, threads = columns * item_bytes // LINE_BYTES, warpgroups * WARPGROUP
         start = llvm.ptrtoint(i64, utils.memref_ptr(rows))
-        for first in range(0, ceil_div(most * lines, threads) * threads, threads):
+        for first in range(0, ceil_div(rows_type.shape[0] * lines, threads) * threads, threads):
             line = arith.addi(utils.thread_idx(), utils.c(first, i32))
             row, part = arith.divui(line, utils.c(lines, i32)), arith.remui(line, utils.c(lines, i32))
             there = arith.cmpi(arith.CmpIPredicate.slt, row, count.registers.item())

@@ -15,14 +15,14 @@ CHUNK = 1024
 
 def count_pages(row: Ref, max_blocks: int, chunk: int = CHUNK) -> jax.Array:
     """How many of the row's encoded offsets are no placeholders, as a scalar."""
-    cut = [
-        (start, piece)
+    # all of them are on their way before the first one is looked at
+    loaded = [
+        (piece, piece.load(row, start))
         for start in range(0, max_blocks, chunk)
         for piece in pieces(min(chunk, max_blocks - start), jnp.int32, max_blocks)
     ]
     parts = []
-    # all of them are on their way before the first one is looked at
-    for (_, piece), encoded in zip(cut, [piece.load(row, start) for start, piece in cut]):
+    for piece, encoded in loaded:
         owned = encoded >= 0
         if piece.fresh != piece.start:
             owned &= piece.positions() >= piece.fresh

@@ -523,6 +523,8 @@ def test_every_cell_is_in_one_job():
             assert sorted(cells) == sorted(getattr(FULL, field)), field
         assert all(job.cell in itertools.chain(*(getattr(job.scale, field) for field in fields)) for job in mine)
     assert [job.part for job in jobs_of(FULL, ["acceptance", "step"])][-1] == "acceptance"
+    (without_cells,) = jobs_of(QUICK, ["compile"])
+    assert (without_cells.scale.compiled, without_cells.cell) == ((), Cell(0, 0)), "its row says why nothing is measured"
 
 
 def test_the_chart_has_a_line_per_variant_and_the_floor(tmp_path):

@@ -107,21 +107,22 @@ def median_seconds(call: Callable[[], Any], rounds: int) -> float:
     return statistics.median(seconds_of(call) for _ in range(rounds))
 
 
-def trace_all[Key](lower: dict[Key, Callable[[], Any]]) -> dict[Key, Callable[[], Any]]:
-    """Trace each function now: for `compile_all`, which then has only to compile, or finds the exception of one that failed."""
-    lowered: dict[Key, Any] = {}
+def trace_all[Key](lower: dict[Key, Callable[[], Any]]) -> dict[Key, Any]:
+    """Trace each function now, for `compile_all` later; the exception stands in the place of one that failed."""
+    traced: dict[Key, Any] = {}
     for key, function in lower.items():
         try:
-            lowered[key] = function()
+            traced[key] = function()
         except Exception as error:
-            lowered[key] = error
-    return {key: functools.partial(or_raise, of) for key, of in lowered.items()}
+            traced[key] = error
+    return traced
 
 
-def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12, *, first_alone: bool = False) -> dict[Key, Any]:
+def compile_all[Key](lower: dict[Key, Any], workers: int = 12, *, first_alone: bool = False) -> dict[Key, Any]:
     """Trace each function in turn, compile them side by side; the exception stands in the place of one that failed.
 
     Args:
+        lower: functions, or what `trace_all` made of them.
         first_alone: no other compilation begins before the first one ends: XLA times products on the device to choose among
             them, and the others find its choices.
     """
@@ -139,7 +140,8 @@ def compile_all[Key](lower: dict[Key, Callable[[], Any]], workers: int = 12, *, 
     with ThreadPoolExecutor(workers) as pool:
         for key, function in lower.items():
             try:
-                results[key] = pool.submit(compiled, function(), first)
+                lowered = function() if callable(function) else or_raise(function)
+                results[key] = pool.submit(compiled, lowered, first)
                 first = results[key] if first_alone and first is None else first
             except Exception as error:
                 results[key] = error

@@ -121,7 +121,7 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     if on_gpu:
         found = run_jobs(args, jobs_of(scale, chosen), bandwidth, deadline, jobs_together())
     else:
-        found = run_here(scale, chosen, on_gpu, bandwidth, args.seed, deadline)
+        found = run_here(scale, chosen, bandwidth, args.seed, deadline)
     for row in found:
         rows[row.key] = row
         if not row.left_out:
@@ -134,14 +134,12 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     return 1 if any(row.figures.failed for row in rows.values()) else 0
 
 
-def run_here(
-    scale: Scale, chosen: Sequence[str], on_gpu: bool, bandwidth: float, seed: int, deadline: Deadline
-) -> Iterator[Row]:
-    """The rows of all chosen parts, in this process; each has its share of the time."""
+def run_here(scale: Scale, chosen: Sequence[str], bandwidth: float, seed: int, deadline: Deadline) -> Iterator[Row]:
+    """The rows of all chosen parts on a CPU, in this process; each has its share of the time."""
     shares = {part: share for part, (share, _) in PARTS.items() if part in chosen}
     for number, part in enumerate(shares):
         seconds = deadline.left() * shares[part] / sum(list(shares.values())[number:])  # what a part leaves goes to the rest
-        yield from guarded(Run(scale, on_gpu, bandwidth, seed, Deadline(seconds)), part)
+        yield from guarded(Run(scale, False, bandwidth, seed, Deadline(seconds)), part)
 
 
 def rows_of_job(args: argparse.Namespace, job: Job, on_gpu: bool, limit: float) -> Iterator[Row]:
@@ -231,9 +229,7 @@ class JobProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{self._deadline.left()}\n")
             self._process.stdin.close()
-        for text in self._lines():
-            if not text.startswith(READY):
-                yield row_of(text)
+        yield from map(row_of, self._lines())
         if code := self._process.wait():
             ended = "ended past the time limit" if code == -signal.SIGKILL else f"exit status {code}: {' | '.join(self._last)}"
             yield Row(self._job.part, "all", *self._job.cell, 0, Figures(error=describe(RuntimeError(ended))))

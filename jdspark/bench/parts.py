@@ -343,8 +343,8 @@ class StepCell:
                 for loop, function in self.lowering(step, options[name]).items()
             }
         )
-        with_products = {key: function for key, function in traced.items() if has_products(function)}
-        without = compile_all({key: function for key, function in traced.items() if key not in with_products})
+        with_products = {key: lowered for key, lowered in traced.items() if has_products(lowered)}
+        without = compile_all({key: lowered for key, lowered in traced.items() if key not in with_products})
         self.run.turn()
 
         @functools.cache
@@ -403,12 +403,9 @@ class StepCell:
             yield row(name, figures=figures[name])
 
 
-def has_products(lowered: Callable[[], Any]) -> bool:
-    """Whether a function of `trace_all` has matrix products that XLA computes."""
-    try:
-        return "stablehlo.dot_general" in lowered().as_text()
-    except Exception:  # it failed to trace, and says so where it is compiled
-        return False
+def has_products(lowered: Any) -> bool:
+    """Whether a function that `trace_all` has traced has matrix products that XLA computes."""
+    return not isinstance(lowered, Exception) and "stablehlo.dot_general" in lowered.as_text()
 
 
 def part_rows(run: Run) -> Iterator[Row]:
@@ -473,7 +470,7 @@ class Job:
     scale: Scale
     """With these cells only."""
     cell: Cell
-    """The first of them."""
+    """The first of them; zeros if there is none."""
 
 
 def jobs_of(scale: Scale, chosen: Sequence[str]) -> list[Job]:
@@ -487,10 +484,10 @@ def jobs_of(scale: Scale, chosen: Sequence[str]) -> list[Job]:
         ],
         "parts": [{"parts": (cell,)} for cell in scale.parts],
         "acceptance": [{"acceptance": scale.acceptance}],
-        "compile": [{"compiled": (cell,)} for cell in scale.compiled],
+        "compile": [{"compiled": (cell,)} for cell in scale.compiled] or [{"compiled": ()}],
     }
     return [
-        Job(part, dataclasses.replace(scale, **cells), next(itertools.chain(*cells.values())))  # type: ignore[arg-type]
+        Job(part, dataclasses.replace(scale, **cells), next(itertools.chain(*cells.values()), Cell(0, 0)))  # type: ignore[arg-type]
         for part in PARTS
         if part in chosen
         for cells in pieces[part]
