@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from .ops.backends import Backend, why_unavailable
+from .ops.backends import Backend, check_backend
 from .ops.checks import INT32_MAX, Layout, expect_number
 
 logger = logging.getLogger("jdspark")
@@ -358,7 +358,7 @@ class StepOptions:
             raise ValueError(f"StepOptions: force is {self.force} and sampling is on: an acceptance is drawn or forced")
         for backend in (self.backend, self.float_backend):
             if backend not in ("auto", None):
-                why_unavailable(backend)  # ValueError for an unknown name
+                check_backend(backend)
 
     @property
     def prefill_backend(self) -> str:

@@ -46,6 +46,9 @@ from .launch import (
 ROWS, KEYS = TILE, TILE
 """Query rows of a program, and keys of a tile."""
 
+HALF = KEYS // 2
+"""Keys of one copy: what the smallest page holds."""
+
 STAGES = 2
 """Tiles in shared memory at a time: with the queries, all of it."""
 
@@ -76,7 +79,12 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tiles `low..high-1` of the `count` tiles of request b; `step` is how many tiles the program has taken before."""
+    """Tiles `low..high-1` of the `count` tiles of request b, and the steps in which a program takes them.
+
+    A step takes a tile, or the block. Where there are two tiles of context or more, the first step takes half of one, and so
+    the last a half or less: the products with the first keys begin while the second step's are still on their way, and their
+    place is free again before the memory has nothing to do.
+    """
 
     b: jax.Array
     tokens: jax.Array
@@ -84,7 +92,41 @@ class Piece:
     count: jax.Array
     low: jax.Array
     high: jax.Array
-    step: jax.Array
+    before: jax.Array
+    """Steps that the program has taken before."""
+
+    @property
+    def lead(self) -> jax.Array:
+        """Keys that the first step does not take."""
+        return jnp.where(self.last_tile - self.low > 1, jnp.int32(HALF), jnp.int32(0))
+
+    @property
+    def last_tile(self) -> jax.Array:
+        """Behind the last tile of context."""
+        return jnp.minimum(self.high, self.count - 1)
+
+    @property
+    def end(self) -> jax.Array:
+        """The key of the context behind the last."""
+        return jnp.minimum(self.last_tile * KEYS, self.tokens)
+
+    @property
+    def block_step(self) -> jax.Array:
+        """The step that takes the block, if the piece has it: how many take context."""
+        return lax.div(self.end - self.low * KEYS + self.lead + jnp.int32(KEYS - 1), jnp.int32(KEYS))
+
+    @property
+    def steps(self) -> jax.Array:
+        return self.block_step + jnp.where(self.high == self.count, jnp.int32(1), jnp.int32(0))
+
+    def first_key(self, step: jax.Array) -> jax.Array:
+        """Of a step with context."""
+        return self.low * KEYS + jnp.maximum(step * KEYS - self.lead, 0)
+
+    def num_keys(self, step: jax.Array, block_size: int) -> jax.Array:
+        """Keys of a step."""
+        behind = jnp.minimum(self.low * KEYS + (step + 1) * KEYS - self.lead, self.end)
+        return jnp.where(step == self.block_step, jnp.int32(block_size), behind - self.first_key(step))
 
 
 def unsupported(shape: AttentionShape) -> str | None:
@@ -260,7 +302,6 @@ def split(
     max_blocks = page_tables.shape[1]
     limit = max_blocks * page_size
     row_blocks = ceil_div(num_rows, ROWS)
-    copies, copied = max(KEYS // page_size, 1), min(KEYS, page_size)
     sum_rows = min(ceil_div(num_rows, CORE) * CORE, ROWS)
     half = kv_lora_rank // len(VALUES)
     product_columns = math.gcd(half, PRODUCT_COLUMNS)
@@ -277,67 +318,64 @@ def split(
 
         def walk(work: Callable[[Piece], None]) -> None:
             def visit(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                start, step = carry
+                start, before = carry
                 tokens = jnp.clip(advertised[b], 0, limit)
                 count = num_tiles(tokens, limit)
                 low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
-                work(Piece(b, tokens, count, low, high, step))
-                return start + count, step + high - low
+                piece = Piece(b, tokens, count, low, high, before)
+                work(piece)
+                return start + count, before + piece.steps
 
             lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
 
-        def pages(piece: Piece, t: jax.Array) -> list[jax.Array]:
-            """Pages of context tile t."""
-            column = lax.div(t * KEYS, jnp.int32(page_size))
-            return [tables[piece.b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
+        def pages(piece: Piece, step: jax.Array) -> list[jax.Array]:
+            """The pages of both halves of a step's keys."""
+            columns = [lax.div(piece.first_key(step) + i * HALF, jnp.int32(page_size)) for i in range(2)]
+            return [tables[piece.b, jnp.minimum(column, max_blocks - 1)] for column in columns]
 
-        def readable(piece: Piece, t: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
-            """Whether these pages of context tile t are some that the request can read."""
-            start = lax.div(t * KEYS, jnp.int32(page_size)) * page_size
-            return [(p >= 0) & (p < num_pages) & (start + i * page_size < piece.tokens) for i, p in enumerate(pages)]
+        def readable(piece: Piece, step: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
+            """Whether these pages of both halves are some that the request can read."""
+            keys = piece.num_keys(step, block_size)
+            return [(page >= 0) & (page < num_pages) & (i * HALF < keys) for i, page in enumerate(pages)]
 
-        def num_keys(piece: Piece, t: jax.Array) -> jax.Array:
-            """Keys of tile t: the block's in the last one."""
-            return jnp.where(t == piece.count - 1, jnp.int32(block_size), jnp.minimum(piece.tokens - t * KEYS, KEYS))
-
-        def stage(piece: Piece, t: jax.Array) -> jax.Array:
-            return lax.rem(piece.step + t - piece.low, jnp.int32(STAGES))
+        def stage(piece: Piece, step: jax.Array) -> jax.Array:
+            return lax.rem(piece.before + step, jnp.int32(STAGES))
 
         @pl.when(warpgroup == COPIER)
         def _copy() -> None:
             plgpu.set_max_registers(REGISTERS[COPIER], action="decrease")
 
             def work(piece: Piece) -> None:
-                b, last = piece.b, piece.count - 1
-                found = pages(piece, piece.low)
+                b = piece.b
+                found = pages(piece, jnp.int32(0))
                 plgpu.barrier_wait(q_free)
                 for i in range(width // 64):
                     part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
                     plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
 
-                def tile(t: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-                    slot = stage(piece, t)
-                    following = pages(piece, t + 1)  # on their way while this tile waits for its place
+                def take(step: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+                    slot = stage(piece, step)
+                    following = pages(piece, step + 1)  # on their way while this step waits for its place
+                    halves = [kv_smem.at[slot, pl.ds(i * HALF, HALF)] for i in range(2)]
                     plgpu.barrier_wait(kv_free.at[slot])
 
                     # the copy engine fills what lies behind the pool, or behind the block, with zeros
-                    @pl.when(t < last)
+                    @pl.when(step < piece.block_step)
                     def _context() -> None:
-                        offset = first_row + lax.rem(t * KEYS, jnp.int32(page_size))
-                        for i, (number, there) in enumerate(zip(found, readable(piece, t, found))):
+                        for i, (number, there) in enumerate(zip(found, readable(piece, step, found))):
+                            offset = first_row + lax.rem(piece.first_key(step) + i * HALF, jnp.int32(page_size))
                             row = pl.multiple_of(jnp.where(there, offset + number * page_rows, rows.shape[0]), CORE)
-                            keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
-                            plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, copied)], keys, kv_full.at[slot])
+                            plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, HALF)], halves[i], kv_full.at[slot])
 
-                    @pl.when(t == last)
+                    @pl.when(step == piece.block_step)
                     def _block() -> None:
-                        for i in range(copies):
-                            keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
-                            plgpu.copy_gmem_to_smem(block.at[b, pl.ds(zero(t) + i * copied, copied)], keys, kv_full.at[slot])
+                        for i in range(2):
+                            own = block.at[b, pl.ds(zero(step) + i * HALF, HALF)]
+                            plgpu.copy_gmem_to_smem(own, halves[i], kv_full.at[slot])
 
                     return following
 
-                lax.fori_loop(piece.low, piece.high, tile, found)
+                lax.fori_loop(0, piece.steps, take, found)
 
             walk(work)
             plgpu.barrier_wait(q_free)
@@ -348,28 +386,37 @@ def split(
         def _score() -> None:
             plgpu.set_max_registers(REGISTERS[SCORER], action="increase")
             plgpu.barrier_arrive(q_free)
+            in_log2 = jnp.float32(scale * math.log2(math.e))
+
+            def masked(from_key: jax.Array, to_key: jax.Array) -> Callable[[jax.Array], jax.Array]:
+                def mask(scores: jax.Array) -> jax.Array:
+                    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
+                    return jnp.where((key >= from_key) & (key < to_key), scores, -jnp.inf)
+
+                return mask
 
             def work(piece: Piece) -> None:
-                b, last = piece.b, piece.count - 1
+                b = piece.b
                 plgpu.barrier_wait(q_full)
 
-                def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                def take(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     maximum, total = carry
-                    slot = stage(piece, t)
-                    there = [found | (t == last) for found in readable(piece, t, pages(piece, t))]
-                    keys = num_keys(piece, t)
-                    # the readable keys are a range: of one page, or of two
-                    from_key = jnp.where(there[0], 0, jnp.int32(copied))
-                    to_key = jnp.where(there[-1], keys, jnp.minimum(keys, KEYS - copied))
+                    slot = stage(piece, step)
+                    first_there, second_there = (
+                        found | (step == piece.block_step) for found in readable(piece, step, pages(piece, step))
+                    )
+                    keys = piece.num_keys(step, block_size)
+                    # the readable keys are a range: of one half, or of both
+                    from_key = jnp.where(first_there, 0, jnp.int32(HALF))
+                    to_key = jnp.where(second_there, keys, jnp.minimum(keys, HALF))
                     plgpu.barrier_wait(kv_full.at[slot])
-                    scores = score_product(q_smem, kv_smem.at[slot]) * jnp.float32(scale * math.log2(math.e))
-                    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
-                    scores = jnp.where((key >= from_key) & (key < to_key), scores, -jnp.inf)
-                    risen = jnp.maximum(maximum, scores.max(axis=1))
+                    scores = score_product(q_smem, kv_smem.at[slot])
+                    scores = lax.cond((from_key == 0) & (to_key == KEYS), lambda x: x, masked(from_key, to_key), scores)
+                    risen = jnp.maximum(maximum, scores.max(axis=1) * in_log2)
                     decay = jnp.exp2(maximum - risen)
                     decay_smem[slot] = decay
                     plgpu.barrier_arrive(decay_full.at[slot])
-                    weights = jnp.exp2(scores - lax.broadcast_in_dim(risen, scores.shape, [0]))
+                    weights = jnp.exp2(scores * in_log2 - lax.broadcast_in_dim(risen, scores.shape, [0]))
                     plgpu.barrier_wait(weights_free)
                     weights_smem[...] = weights.astype(weights_smem.dtype)
                     plgpu.commit_smem()
@@ -378,7 +425,7 @@ def split(
 
                 layout = plgpu.Layout.WGMMA.reduce(1)
                 start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
-                maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
+                maximum, total = lax.fori_loop(0, piece.steps, take, start)
                 plgpu.barrier_arrive(q_free)
                 stats[row_block, 0, :, program + b] = maximum
                 stats[row_block, 1, :, program + b] = total
@@ -419,11 +466,12 @@ def split(
                 plgpu.commit_smem()
 
             def work(piece: Piece) -> None:
-                def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
-                    slot = stage(piece, t)
-                    keys = num_keys(piece, t)
+                def take(step: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+                    slot = stage(piece, step)
+                    keys = piece.num_keys(step, block_size)
                     plgpu.barrier_wait(kv_full.at[slot])
-                    pl.when((t < piece.count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
+                    # a half without a key is zeros
+                    pl.when((step < piece.block_step) & (lax.rem(keys, jnp.int32(HALF)) > 0))(lambda: clear(slot, keys))
                     plgpu.barrier_wait(decay_full.at[slot])
                     decay = plgpu.load(decay_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
@@ -435,7 +483,7 @@ def split(
                     return totals
 
                 start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA)] * (half // product_columns)
-                totals = lax.fori_loop(piece.low, piece.high, tile, start)
+                totals = lax.fori_loop(0, piece.steps, take, start)
                 # the queries have done their duty: the sums leave through their place
                 for i in range(half // 64):
                     total, column = totals[i * 64 // product_columns], i * 64 % product_columns
@@ -469,7 +517,7 @@ def split(
             plgpu.SMEM((STAGES, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=width // 64),
             plgpu.Barrier(num_arrivals=1 + len(VALUES)),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(),

@@ -18,7 +18,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jdspark import StepOptions, cli, make_decode_step
-from jdspark.bench import bookkeeping, command, parts, report, whole_step
+from jdspark.bench import bookkeeping, clock, command, parts, report, whole_step
 from jdspark.bench.bookkeeping import Carried, draw_ready, weights_of
 from jdspark.bench.clock import Deadline, Figures, Variant, compile_all, measure
 from jdspark.bench.floors import Bytes, copy_bandwidth, floor_us, part_bytes, step_bytes
@@ -47,6 +47,7 @@ SMALL = dataclasses.replace(
     loop=2,
     rounds=2,
     calls=2,
+    step_calls=2,
     sets=2,
 )
 
@@ -491,12 +492,31 @@ def test_a_job_in_its_own_process(tmp_path, monkeypatch, capsys):
 def test_jobs_prepare_side_by_side_and_measure_in_turn(tmp_path, monkeypatch):
     log = tmp_path / "log"
     number = '"$5"'  # of `-m jdspark bench --only-job NUMBER`
-    script = f"echo prepared {number} >> {log}\necho {command.READY}\nread seconds\necho begin {number} >> {log}\nsleep 0.2\n"
+    script = f"echo prepared {number} >> {log}\necho $JAX_COMPILATION_CACHE_DIR >> {tmp_path}/cache\n"
+    script += f"echo {command.READY}\nread seconds\necho begin {number} >> {log}\nsleep 0.2\n"
     monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, script + f"echo end {number} >> {log}"))
     assert not list(command.run_jobs(arguments(), [JOB] * 3, 1e9, Deadline(20.0), together=2))
     lines = log.read_text().splitlines()
     assert set(lines[:2]) == {"prepared 0", "prepared 1"}
     assert lines[2:] == ["begin 0", "end 0", "begin 1", "end 1", "prepared 2", "begin 2", "end 2"]
+    caches = (tmp_path / "cache").read_text().splitlines()
+    assert len(caches) == 3 and len(set(caches)) == 1 and "jdspark-bench-" in caches[0], "what one job tuned, the next knows"
+
+
+def test_variants_that_a_scale_leaves_out():
+    scale = dataclasses.replace(SMALL, steps_left_out=frozenset(whole_step.MAIN) - {"jax plain"}, rounds=1)
+    rows = list(parts.step_rows(Run(scale, False, 1e9, 0, Deadline(60.0))))
+    assert {row.name for row in rows if row.name.startswith("jax")} == {"jax plain"}
+    assert QUICK.steps_left_out < set(whole_step.MAIN)
+
+
+def test_a_round_begins_with_a_call_that_is_not_timed(monkeypatch):
+    """What ran before was another variant."""
+    log = []
+    monkeypatch.setattr(clock, "seconds_of", lambda call: (log.append("clock"), call(), log.append("end"))[0] or 1.0)
+    variants = {name: Variant(functools.partial(log.append, name)) for name in ("a", "b")}
+    clock.in_turn(variants, {name: Figures() for name in variants}, rounds=1, calls=2, profiled_calls=0)
+    assert log == ["a", "clock", "a", "a", "end", "b", "clock", "b", "b", "end"]
 
 
 def test_the_process_of_a_job_prints_its_rows(capsys, monkeypatch):

@@ -182,6 +182,7 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
             if figures[name].error:
                 continue
             with _noting(figures[name]):
+                _call(variant, 1)  # the calls before were another variant's, which are not what a caller's next one follows
                 wall[name].append(seconds_of(functools.partial(_call, variant, calls)) / calls / variant.steps)
                 if variant.device_seconds is not None:
                     device[name].append(variant.device_seconds(calls) / calls / variant.steps)

@@ -19,6 +19,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -163,29 +164,36 @@ def jobs_together() -> int:
 def run_jobs(
     args: argparse.Namespace, jobs: Sequence[Job], bandwidth: float, deadline: Deadline, together: int
 ) -> Iterator[Row]:
-    """The rows of all jobs: so many prepare side by side, then these are measured one after the other."""
-    for batch in itertools.batched(enumerate(jobs), together):
-        processes = []
-        if deadline.left():
-            print(f"preparing {len(batch)} of {len(jobs)} jobs", flush=True)
-            processes = [JobProcess(args, number, job, bandwidth, deadline) for number, job in batch]
-        try:
-            for process in processes:
-                process.prepare()
-            for position, (_, job) in enumerate(batch):
-                if deadline.left():
-                    yield from processes[position].rows()
-                else:
-                    yield Row(job.part, "all", *job.cell, 0, left_out=NO_TIME)
-        finally:
-            for process in processes:
-                process.end()
+    """The rows of all jobs: so many prepare side by side, then these are measured one after the other.
+
+    What XLA found out about its products goes from one job to the next through a folder of JAX's persistent cache.
+    """
+    with tempfile.TemporaryDirectory(prefix="jdspark-bench-") as folder:
+        environment = {"JAX_COMPILATION_CACHE_DIR": folder, **os.environ}
+        for batch in itertools.batched(enumerate(jobs), together):
+            processes = []
+            if deadline.left():
+                print(f"preparing {len(batch)} of {len(jobs)} jobs", flush=True)
+                processes = [JobProcess(args, number, job, bandwidth, deadline, environment) for number, job in batch]
+            try:
+                for process in processes:
+                    process.prepare()
+                for position, (_, job) in enumerate(batch):
+                    if deadline.left():
+                        yield from processes[position].rows()
+                    else:
+                        yield Row(job.part, "all", *job.cell, 0, left_out=NO_TIME)
+            finally:
+                for process in processes:
+                    process.end()
 
 
 class JobProcess:
     """A job in a process of its own, which is ended a little past the deadline."""
 
-    def __init__(self, args: argparse.Namespace, number: int, job: Job, bandwidth: float, deadline: Deadline):
+    def __init__(
+        self, args: argparse.Namespace, number: int, job: Job, bandwidth: float, deadline: Deadline, environment: dict[str, str]
+    ):
         self._job, self._deadline = job, deadline
         command = [
             sys.executable, "-m", "jdspark", "bench", "--only-job", str(number), "--parts", args.parts,
@@ -193,8 +201,9 @@ class JobProcess:
             *(["--quick"] if args.quick else []),
         ]  # fmt: skip
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env=environment,
+        )  # fmt: skip
         self._timer = threading.Timer(deadline.left() + GRACE, self._kill)
         self._timer.start()
         self._early: list[Row] = []

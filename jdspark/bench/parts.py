@@ -296,6 +296,7 @@ def step_rows(run: Run) -> Iterator[Row]:
         of_torch = {True: side.MAIN_STEPS, False: tuple(name for name in side.STEPS if name not in side.MAIN_STEPS)}
     for cell, main in [*((cell, True) for cell in scale.step), *((cell, False) for cell in scale.every_step)]:
         options = whole_step.MAIN if main else whole_step.OTHERS
+        options = {name: of_name for name, of_name in options.items() if name not in scale.steps_left_out}
         left_out = {name: reason for name in of_torch[main] if (reason := side.unavailable(name))}
         for name, of_name in options.items():
             for backend in whole_step.backends_of(of_name):
@@ -393,12 +394,12 @@ class StepCell:
                 yield row(name, figures=figures[name])
                 continue
             variants[name] = variant
-            in_turn({name: variant}, figures, rounds=min(3, scale.rounds), calls=scale.calls, profiled_calls=0)
+            in_turn({name: variant}, figures, rounds=min(3, scale.rounds), calls=scale.step_calls, profiled_calls=0)
             took[name] = self.run.deadline.passed() - began
             note = "; ".join(filter(None, [figures[name].note, FIRST_LOOK]))
             yield row(name, figures=dataclasses.replace(figures[name], note=note))
         variants = {name: variant for name, variant in variants.items() if not figures[name].error}
-        in_turn(variants, figures, rounds=scale.rounds, calls=scale.calls, profiled_calls=scale.profiled_calls)
+        in_turn(variants, figures, rounds=scale.rounds, calls=scale.step_calls, profiled_calls=scale.profiled_calls)
         for name in variants:
             yield row(name, figures=figures[name])
 

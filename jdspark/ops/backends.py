@@ -19,10 +19,15 @@ class BackendUnavailable(RuntimeError):
     """The requested backend cannot run this op on this machine; the message says why and what to do."""
 
 
-def why_unavailable(backend: str) -> str | None:
-    """None if `backend` can run on this machine, else the reason. Raises ValueError for an unknown name."""
+def check_backend(backend: str) -> None:
+    """Raises ValueError for an unknown name; asks nothing of the machine, so that JAX need not have looked at it yet."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
+
+
+def why_unavailable(backend: str) -> str | None:
+    """None if `backend` can run on this machine, else the reason. Raises ValueError for an unknown name."""
+    check_backend(backend)
     if backend == "triton":
         if jax.default_backend() != "gpu":
             return f"Triton kernels inside JAX need an NVIDIA GPU, and JAX runs on {jax.default_backend()} here"
