@@ -258,6 +258,10 @@ GPU_CASES = {
         "advertised": [700, 130, 64], "page_size": 32, "max_blocks": 30,
         "holes": [(0, 3, -1), (0, 4, 93), (0, 21, 2**31 - 1), (1, 0, -(2**31)), (2, 0, -1), (2, 1, -1)],
     },
+    "holes in long contexts": {
+        "advertised": [20003, 9000], "page_size": 64, "max_blocks": 320,
+        "holes": [(0, column, -1) for column in (0, 1, 7, 8, 9, 100, 311, 312)] + [(1, column, 2**30) for column in (2, 140)],
+    },
     "B=64": {"advertised": [37 * i for i in range(64)], "page_size": 32, "max_blocks": 80},
     "long": {"advertised": [65530], "page_size": 32, "max_blocks": 2056},
     "all heads": {"advertised": [500, 90], "page_size": 32, "max_blocks": 20, "heads": 64, "block_size": 8},

@@ -145,7 +145,15 @@ CPU = Scale(
 )
 
 SMALLEST = dataclasses.replace(
-    CPU, bookkeeping=CPU.bookkeeping[:2], step=CPU.step[:2], loop=2, rounds=3, calls=2, step_calls=2, sets=2, copied_bytes=1 << 20
+    CPU,
+    bookkeeping=CPU.bookkeeping[:2],
+    step=CPU.step[:2],
+    loop=2,
+    rounds=3,
+    calls=2,
+    step_calls=2,
+    sets=2,
+    copied_bytes=1 << 20,
 )
 """`--quick` on a CPU."""
 
