@@ -394,7 +394,7 @@ class StepCell:
                 yield row(name, figures=figures[name])
                 continue
             variants[name] = variant
-            in_turn({name: variant}, figures, rounds=min(3, scale.rounds), calls=scale.step_calls, profiled_calls=0)
+            in_turn({name: variant}, figures, rounds=1, calls=scale.step_calls, profiled_calls=0)
             took[name] = self.run.deadline.passed() - began
             note = "; ".join(filter(None, [figures[name].note, FIRST_LOOK]))
             yield row(name, figures=dataclasses.replace(figures[name], note=note))
