@@ -1,6 +1,6 @@
 """Block attention over the paged context in two launches: a split over the context, then a merge.
 
-The split is a persistent grid. The tiles of 32 keys of all requests form one line, and every program takes an equal run of
+The split is a persistent grid. The tiles of 64 keys of all requests form one line, and every program takes an equal run of
 it, however different the lengths are: one or more *pieces*, each inside one request. A program is four warpgroups: one copies
 pages into shared memory, one computes scores and softmax, and two hold half of the output columns each and multiply weights
 and values. A key's latent is its value as well, so that a tile is copied once. How far the sums so far shrink is known ahead
@@ -30,6 +30,7 @@ from .discard import discard
 from .launch import (
     CORE,
     MULTIPROCESSORS,
+    SWIZZLED,
     TILE,
     WARP,
     WARPGROUP,
@@ -42,23 +43,11 @@ from .launch import (
     zero,
 )
 
-ROWS, KEYS = TILE, 32
-"""Query rows of a program, and keys of a tile: what the smallest page holds, so that a tile lies on one page."""
+ROWS, KEYS = TILE, TILE
+"""Query rows of a program, and keys of a tile."""
 
-STAGES = 4
-"""Tiles in shared memory at a time: with the queries, all of it. A tile's place is busy from the request for its keys until the
-last product with them, and half of that time is not the memory's; larger tiles, and fewer, leave more of the place idle."""
-
-WEIGHTS = 2
-"""Tiles whose weights are in shared memory at a time, a divisor of the stages."""
-
-SWIZZLED: Any = (plgpu.TilingTransform((CORE, KEYS)), plgpu.SwizzleTransform(2 * KEYS))  # type: ignore[abstract]
-"""Both operands of a product are laid out alike, and the weights have rows of so many numbers."""
-
-KEYS_BY_COLUMNS = plgpu.Layout.TILED(
-    plgpu.Tiling(((KEYS, CORE), (CORE, CORE), (2,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
-"""`[32, 64]` values: 8 keys in each warp."""
+STAGES = 2
+"""Tiles in shared memory at a time: with the queries, all of it."""
 
 MAX_REQUESTS, MAX_RANK, MAX_WIDTH = 128, 512, 576
 
@@ -92,8 +81,6 @@ class Piece:
     b: jax.Array
     tokens: jax.Array
     """Context of the request."""
-    own: jax.Array
-    """The first tile of the block itself."""
     count: jax.Array
     low: jax.Array
     high: jax.Array
@@ -108,12 +95,14 @@ def unsupported(shape: AttentionShape) -> str | None:
         return reason
     if shape.dtypes != ("bfloat16",):
         return f"its kernels multiply bfloat16, the operands are {', '.join(shape.dtypes)}"
-    if shape.page_size % KEYS:
-        return f"page_size is {shape.page_size}, its kernels need a multiple of {KEYS}"
+    if shape.page_size < 32 or (shape.page_size % KEYS and KEYS % shape.page_size):
+        return f"page_size is {shape.page_size}, its kernels copy pages of 32 tokens or a multiple of {KEYS}"
     if shape.kv_lora_rank % 128 or not 0 < shape.kv_lora_rank <= MAX_RANK:
         return f"kv_lora_rank is {shape.kv_lora_rank}, its kernels need a multiple of 128 up to {MAX_RANK}"
     if shape.width % 64 or shape.width > MAX_WIDTH:
         return f"the latent width D is {shape.width}, its kernels need a multiple of 64 up to {MAX_WIDTH}"
+    if shape.block_size > KEYS:
+        return f"block_size is {shape.block_size}, its kernels take blocks of up to {KEYS} tokens"
     if shape.B > MAX_REQUESTS:
         return f"B is {shape.B}, its kernels take up to {MAX_REQUESTS} requests"
     return None
@@ -140,8 +129,8 @@ def block_attention(
         BackendUnavailable: `unsupported` has a reason for these shapes or dtypes.
     """
     shape = AttentionShape.of(query, block_latents, pool, kv_lora_rank, layout)
-    reason = unsupported(shape) or (None if scale > 0 else f"scale is {scale}, its kernels need one above 0")
-    if reason:
+    # the largest score is scaled, not the scaled scores compared
+    if reason := unsupported(shape) or (None if scale > 0 else f"scale is {scale}, its kernels need one above 0"):
         raise BackendUnavailable(f"block_attention: backend='pallas' is not available: {reason}; backend='xla' runs everywhere")
     row_blocks = ceil_div(shape.block_size * query.shape[2], ROWS)
     return attend(
@@ -198,10 +187,9 @@ def padded_rows(x: jax.Array) -> jax.Array:
     return x if rows <= CORE or rows % CORE == 0 else jnp.pad(x, ((0, 0), (0, -rows % CORE), (0, 0)))
 
 
-def num_tiles(advertised: Any, limit: int, block_size: int) -> Any:
-    """Tiles of a request: those of its context, at most `limit` tokens, and behind them those of the block itself."""
-    context = lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS))
-    return context + jnp.int32(ceil_div(block_size, KEYS))
+def num_tiles(advertised: Any, limit: int) -> Any:
+    """Tiles of a request: those of its context, at most `limit` tokens, and one for the block itself."""
+    return lax.div(jnp.clip(advertised, 0, limit) + jnp.int32(KEYS - 1), jnp.int32(KEYS)) + jnp.int32(1)
 
 
 def first_tile(program: Any, tiles: Any, programs: int) -> Any:
@@ -273,6 +261,7 @@ def split(
     max_blocks = page_tables.shape[1]
     limit = max_blocks * page_size
     row_blocks = ceil_div(num_rows, ROWS)
+    copies, copied = max(KEYS // page_size, 1), min(KEYS, page_size)
     sum_rows = min(ceil_div(num_rows, CORE) * CORE, ROWS)
     half = kv_lora_rank // len(VALUES)
     product_columns = math.gcd(half, PRODUCT_COLUMNS)
@@ -284,31 +273,33 @@ def split(
     ) -> None:  # fmt: skip
         program, row_block, warpgroup = (lax.axis_index(axis) for axis in ("program", "row_block", "warpgroup"))
         first_row = layer_row[0]
-        counts = [num_tiles(advertised[b], limit, block_size) for b in range(B)]
+        counts = [num_tiles(advertised[b], limit) for b in range(B)]
         begin, end, first, behind, first_start = requests_of(counts, program, programs)
 
         def walk(work: Callable[[Piece], None]) -> None:
             def visit(b: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 start, step = carry
                 tokens = jnp.clip(advertised[b], 0, limit)
-                count = num_tiles(tokens, limit, block_size)
+                count = num_tiles(tokens, limit)
                 low, high = jnp.maximum(begin - start, 0), jnp.minimum(end - start, count)
-                work(Piece(b, tokens, count - ceil_div(block_size, KEYS), count, low, high, step))
+                work(Piece(b, tokens, count, low, high, step))
                 return start + count, step + high - low
 
             lax.fori_loop(first, behind, visit, (first_start, jnp.int32(0)))
 
-        def page(piece: Piece, t: jax.Array) -> jax.Array:
-            """The page of context tile t."""
-            return tables[piece.b, jnp.minimum(lax.div(t * KEYS, jnp.int32(page_size)), max_blocks - 1)]
+        def pages(piece: Piece, t: jax.Array) -> list[jax.Array]:
+            """Pages of context tile t."""
+            column = lax.div(t * KEYS, jnp.int32(page_size))
+            return [tables[piece.b, jnp.minimum(column + i, max_blocks - 1)] for i in range(copies)]
 
-        def readable(page: jax.Array) -> jax.Array:
-            return (page >= 0) & (page < num_pages)
+        def readable(piece: Piece, t: jax.Array, pages: list[jax.Array]) -> list[jax.Array]:
+            """Whether these pages of context tile t are some that the request can read."""
+            start = lax.div(t * KEYS, jnp.int32(page_size)) * page_size
+            return [(p >= 0) & (p < num_pages) & (start + i * page_size < piece.tokens) for i, p in enumerate(pages)]
 
         def num_keys(piece: Piece, t: jax.Array) -> jax.Array:
-            """Keys of tile t."""
-            behind = jnp.where(t < piece.own, piece.tokens - t * KEYS, block_size - (t - piece.own) * KEYS)
-            return jnp.minimum(behind, KEYS)
+            """Keys of tile t: the block's in the last one."""
+            return jnp.where(t == piece.count - 1, jnp.int32(block_size), jnp.minimum(piece.tokens - t * KEYS, KEYS))
 
         def stage(piece: Piece, t: jax.Array) -> jax.Array:
             return lax.rem(piece.step + t - piece.low, jnp.int32(STAGES))
@@ -318,29 +309,32 @@ def split(
             plgpu.set_max_registers(REGISTERS[COPIER], action="decrease")
 
             def work(piece: Piece) -> None:
-                b = piece.b
-                found = page(piece, piece.low)
+                b, last = piece.b, piece.count - 1
+                found = pages(piece, piece.low)
                 plgpu.barrier_wait(q_free)
                 for i in range(width // 64):
                     part = query.at[b, pl.ds(row_block * ROWS, ROWS), pl.ds(i * 64, 64)]
                     plgpu.copy_gmem_to_smem(part, q_smem.at[i], q_full)
 
-                def tile(t: jax.Array, found: jax.Array) -> jax.Array:
+                def tile(t: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
                     slot = stage(piece, t)
-                    following = page(piece, t + 1)  # on its way while this tile waits for its place
+                    following = pages(piece, t + 1)  # on their way while this tile waits for its place
                     plgpu.barrier_wait(kv_free.at[slot])
 
                     # the copy engine fills what lies behind the pool, or behind the block, with zeros
-                    @pl.when(t < piece.own)
+                    @pl.when(t < last)
                     def _context() -> None:
-                        row = first_row + found * page_rows + lax.rem(t * KEYS, jnp.int32(page_size))
-                        row = pl.multiple_of(jnp.where(readable(found), row, rows.shape[0]), CORE)
-                        plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, KEYS)], kv_smem.at[slot], kv_full.at[slot])
+                        offset = first_row + lax.rem(t * KEYS, jnp.int32(page_size))
+                        for i, (number, there) in enumerate(zip(found, readable(piece, t, found))):
+                            row = pl.multiple_of(jnp.where(there, offset + number * page_rows, rows.shape[0]), CORE)
+                            keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
+                            plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, copied)], keys, kv_full.at[slot])
 
-                    @pl.when(t >= piece.own)
+                    @pl.when(t == last)
                     def _block() -> None:
-                        own = block.at[b, pl.ds((t - piece.own) * KEYS, KEYS)]
-                        plgpu.copy_gmem_to_smem(own, kv_smem.at[slot], kv_full.at[slot])
+                        for i in range(copies):
+                            keys = kv_smem.at[slot, pl.ds(i * copied, copied)]
+                            plgpu.copy_gmem_to_smem(block.at[b, pl.ds(zero(t) + i * copied, copied)], keys, kv_full.at[slot])
 
                     return following
 
@@ -357,31 +351,35 @@ def split(
             plgpu.barrier_arrive(q_free)
             in_log2 = jnp.float32(scale * math.log2(math.e))
 
-            def masked(scores: jax.Array, keys: jax.Array) -> jax.Array:
-                key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                return jnp.where(key < keys, scores, -jnp.inf)
+            def masked(scores: jax.Array, from_key: jax.Array, to_key: jax.Array) -> jax.Array:
+                key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1, layout=plgpu.Layout.WGMMA)
+                return jnp.where((key >= from_key) & (key < to_key), scores, -jnp.inf)
 
             def work(piece: Piece) -> None:
-                b = piece.b
+                b, last = piece.b, piece.count - 1
                 plgpu.barrier_wait(q_full)
 
                 def tile(t: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                     maximum, total = carry
                     slot = stage(piece, t)
-                    keys = jnp.where((t >= piece.own) | readable(page(piece, t)), num_keys(piece, t), 0)
+                    there = [found | (t == last) for found in readable(piece, t, pages(piece, t))]
+                    keys = num_keys(piece, t)
+                    # the readable keys are a range: of one page, or of two
+                    from_key = jnp.where(there[0], 0, jnp.int32(copied))
+                    to_key = jnp.where(there[-1], keys, jnp.minimum(keys, KEYS - copied))
                     plgpu.barrier_wait(kv_full.at[slot])
                     scores = score_product(q_smem, kv_smem.at[slot])
-                    scores = lax.cond(keys == KEYS, lambda scores, _: scores, masked, scores, keys)
+                    whole = (from_key == 0) & (to_key == KEYS)
+                    scores = lax.cond(whole, lambda scores, *_: scores, masked, scores, from_key, to_key)
                     risen = jnp.maximum(maximum, scores.max(axis=1) * in_log2)
                     decay = jnp.exp2(maximum - risen)
                     decay_smem[slot] = decay
                     plgpu.barrier_arrive(decay_full.at[slot])
                     weights = jnp.exp2(scores * in_log2 - lax.broadcast_in_dim(risen, scores.shape, [0]))
-                    place = lax.rem(slot, jnp.int32(WEIGHTS))
-                    plgpu.barrier_wait(weights_free.at[place])
-                    weights_smem[place] = weights.astype(weights_smem.dtype)
+                    plgpu.barrier_wait(weights_free)
+                    weights_smem[...] = weights.astype(weights_smem.dtype)
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(weights_full.at[place])
+                    plgpu.barrier_arrive(weights_full)
                     return risen, total * decay + weights.sum(axis=1)
 
                 layout = plgpu.Layout.WGMMA.reduce(1)
@@ -400,16 +398,14 @@ def split(
                     bounds[row_block, b, 1] = program
 
             walk(work)
-            for place in range(WEIGHTS):
-                plgpu.barrier_wait(weights_free.at[place])
+            plgpu.barrier_wait(weights_free)
 
         @pl.when(warpgroup >= VALUES[0])
         def _sum_values() -> None:
             plgpu.set_max_registers(REGISTERS[VALUES[0]], action="increase")
             first_column = (warpgroup - VALUES[0]) * half
             plgpu.barrier_arrive(q_free)
-            for place in range(WEIGHTS):
-                plgpu.barrier_arrive(weights_free.at[place])
+            plgpu.barrier_arrive(weights_free)
             for slot in range(STAGES):
                 plgpu.barrier_arrive(kv_free.at[slot])
 
@@ -421,8 +417,8 @@ def split(
 
                 def chunk(i: jax.Array, _: None) -> None:
                     values = kv_smem.at[slot, :, columns(i * 64, 64)]
-                    key = plgpu.broadcasted_iota(jnp.int32, (KEYS, 64), 0, layout=KEYS_BY_COLUMNS)
-                    found = plgpu.load(values, layout=KEYS_BY_COLUMNS, optimized=False)
+                    key = plgpu.broadcasted_iota(jnp.int32, (KEYS, 64), 0, layout=plgpu.Layout.WGMMA)
+                    found = plgpu.load(values, layout=plgpu.Layout.WGMMA, optimized=False)
                     values[...] = jnp.where(key < keys, found, jnp.zeros((), found.dtype))
 
                 lax.fori_loop(0, half // 64, chunk, None)
@@ -433,15 +429,14 @@ def split(
                     slot = stage(piece, t)
                     keys = num_keys(piece, t)
                     plgpu.barrier_wait(kv_full.at[slot])
-                    pl.when((t < piece.own) & (keys < KEYS))(lambda: clear(slot, keys))
+                    pl.when((t < piece.count - 1) & (keys < KEYS))(lambda: clear(slot, keys))
                     plgpu.barrier_wait(decay_full.at[slot])
                     decay = plgpu.load(decay_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
-                    place = lax.rem(slot, jnp.int32(WEIGHTS))
-                    plgpu.barrier_wait(weights_full.at[place])
+                    plgpu.barrier_wait(weights_full)
                     values = [kv_smem.at[slot, :, columns(i * product_columns, product_columns)] for i in range(len(totals))]
-                    totals = add_products(totals, weights_smem.at[place], values)
-                    plgpu.barrier_arrive(weights_free.at[place])
+                    totals = add_products(totals, weights_smem, values)
+                    plgpu.barrier_arrive(weights_free)
                     plgpu.barrier_arrive(kv_free.at[slot])
                     return totals
 
@@ -476,15 +471,15 @@ def split(
         scratch_types=(
             plgpu.SMEM((width // 64, ROWS, 64), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, KEYS, width), query.dtype, transforms=SWIZZLED),
-            plgpu.SMEM((WEIGHTS, ROWS, KEYS), query.dtype, transforms=SWIZZLED),
+            plgpu.SMEM((ROWS, KEYS), query.dtype, transforms=SWIZZLED),
             plgpu.SMEM((STAGES, ROWS), jnp.float32),
             plgpu.Barrier(num_arrivals=width // 64),
             plgpu.Barrier(num_arrivals=1 + len(VALUES)),
-            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
-            plgpu.Barrier(num_barriers=WEIGHTS),
-            plgpu.Barrier(num_arrivals=len(VALUES), num_barriers=WEIGHTS),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=len(VALUES)),
         ),
         compiler_params=COMPILER_PARAMS,
         interpret=interpreter(),
@@ -492,7 +487,7 @@ def split(
 
 
 def score_product(queries: Ref, keys: Ref) -> jax.Array:
-    """Queries `[D/64, 64, 64]` times keys `[32, D]`, as fp32. The interpreter has no tensor cores."""
+    """Queries `[D/64, 64, 64]` times keys `[64, D]`, as fp32. The interpreter has no tensor cores."""
     parts = [(queries.at[i], keys.at[:, pl.ds(i * 64, 64)]) for i in range(queries.shape[0])]
     if jax.default_backend() != "gpu":
         return summed([jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T) for q, k in parts])
