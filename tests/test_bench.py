@@ -549,15 +549,21 @@ def test_every_cell_is_in_one_job():
 
 
 def test_the_chart_has_a_line_per_variant_and_the_floor(tmp_path):
+    cells = ((1, 20), (1, 10), (4, 10))
     rows = [
-        Row("step", name, B, context, 9, Figures(device_us=scale * context), bytes=1, floor_us=float(context))
-        for name, scale in (("a", 2.0), ("b", 3.0))
-        for B, context in ((1, 20), (1, 10), (4, 10))
+        Row("step", name, B, context, 9, Figures(device_us=times * context), bytes=1, floor_us=float(context))
+        for name, times, at in (("near", 2.0, cells), ("far", 4.0, cells), ("once", 2.0, cells[:1]))
+        for B, context in at
     ]
-    file = tmp_path / "chart.svg"
-    report.plot(file, rows, {"what": "one GPU", "on_gpu": True})
-    text = file.read_text()
-    assert text.startswith("<?xml")
+    figure = report.chart(rows, {"what": "one GPU", "on_gpu": True})
+    shown = [{line.get_label(): line.get_xydata().tolist() for line in axes.lines} for axes in figure.axes]
+    near, far, floor = [[10, 20], [20, 40]], [[10, 40], [20, 80]], [[10, 10], [20, 20]]
+    assert shown[0] == {"near": near, "far": far, "floor": floor}
+    assert shown[2] == {"near": near, "floor": floor}
+    assert shown[1] == {"near": [[1, 20], [4, 20]], "far": [[1, 40], [4, 40]], "floor": [[1, 10], [4, 10]]}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"near", "far", "floor"}
+    (alone,) = report.chart(rows[:1], {"what": "one GPU", "on_gpu": False}).axes[0].lines
+    assert alone.get_xydata().tolist() == [[20, 40]]
     report.plot(tmp_path / "empty.png", [], {"what": "nothing", "on_gpu": False})
     assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
 

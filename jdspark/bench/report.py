@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,29 +102,57 @@ def step_time(row: Row) -> float | None:
     return row.figures.device_us if row.figures.device_us is not None else row.figures.wall_us
 
 
+NEAR_THE_FLOOR = 3.0
+"""Times the floor: what goes further in the chart's upper half would press the rest of the lower half onto its axis."""
+
+
 def plot(path: Path, rows: Sequence[Row], machine: dict[str, Any]) -> None:
-    """The whole step's time against context (B = 1) and against B (shortest context), with the floor."""
+    """Write `chart` to a file."""
+    chart(rows, machine).savefig(path, dpi=120)
+
+
+def chart(rows: Sequence[Row], machine: dict[str, Any]) -> Any:
+    """The whole step's time against context (B = 1) and against B (shortest context), with the floor: a matplotlib figure.
+
+    Above all variants, by factors; below those near the floor, on a linear axis, where a constant cost of each token or request
+    is a straight line. A variant with a single point among lines is in the tables only.
+    """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     rows = [row for row in rows if row.part == "step" and step_time(row) is not None]
+    names = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row.name for row in rows))}
     shortest = min((row.context for row in rows), default=0)
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout="constrained")
     sides: tuple[tuple[str, str, Callable[[Row], int], list[Row]], ...] = (
         ("context tokens", "B = 1", lambda row: row.context, [row for row in rows if row.B == 1]),
         ("B", f"context {shortest}", lambda row: row.B, [row for row in rows if row.context == shortest]),
     )
-    for axes, (label, title, x, of_side) in zip(figure.subplots(1, 2), sides, strict=True):
-        for name in dict.fromkeys(row.name for row in of_side):
-            points = sorted((x(row), step_time(row)) for row in of_side if row.name == name)
-            axes.plot(*zip(*points), marker="o", label=name)
-        floor = sorted({(x(row), row.floor_us) for row in of_side if row.floor_us is not None})
-        if floor and machine["on_gpu"]:
-            axes.plot(*zip(*floor), color="black", linestyle="--", label="floor")
-        axes.set(xlabel=label, ylabel="us per step", title=title, ylim=(0, None))
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if rows:
-        figure.axes[0].legend(fontsize="small")
+    for column, (label, title, x, of_side) in zip(figure.subplots(2, 2).T, sides, strict=True):
+        floor = dict(sorted((x(row), row.floor_us) for row in of_side if row.floor_us is not None)) if machine["on_gpu"] else {}
+        lines = {name: dict(sorted((x(row), step_time(row)) for row in of_side if row.name == name)) for name in names}
+        most = max(map(len, lines.values()), default=0)
+        lines = {name: points for name, points in lines.items() if len(points) > 1 or len(points) == most}
+        near = {
+            name: points
+            for name, points in lines.items()
+            if all(time <= NEAR_THE_FLOOR * floor.get(at, math.inf) for at, time in points.items())
+        }
+        for axes, shown, scale in zip(column, (lines, near), ("log", "linear"), strict=True):
+            for name, points in shown.items():
+                axes.plot(*zip(*points.items()), marker="o", label=name, color=names[name])
+            if floor:
+                axes.plot(*zip(*floor.items()), color="black", linestyle="--", label="floor")
+            axes.set(xlabel=label, ylabel="us per step", yscale=scale)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+        column[0].set(title=title)
+        column[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        column[0].yaxis.set_minor_formatter(NullFormatter())
+        column[1].set(ylim=(0, None))
+    handles = {name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(machine["what"], fontsize="small")
-    figure.savefig(path, dpi=150)
+    return figure
