@@ -511,6 +511,37 @@ def test_variants_that_a_scale_leaves_out():
     assert QUICK.steps_left_out < set(whole_step.MAIN)
 
 
+@pytest.mark.parametrize(
+    ("instruction", "copies"),
+    [
+        ("%copy.1 = bf16[5,2112,32,576]{3,2,1,0} copy(%parameter.1)", True),
+        ("%copy.1 = bf16[10560,32,288,2]{3,2,1,0:T(8,128)} copy(%bitcast)", True),
+        ("%s = (bf16[5,2112,32,576]{3,2,1,0}, bf16[5,2112,32,576]{3,2,1,0}, u32[]) copy-start(%parameter.1)", True),
+        ("%copy.1 = bf16[5,2112,32,575]{3,2,1,0} copy(%parameter.1)", False),
+        ("%copy.1 = u16[5,2112,32,576]{3,2,1,0} copy(%parameter.1)", False),
+        ("%copy.1 = bf16[] copy(%parameter.1)", False),
+        ("%fusion = bf16[5,2112,32,576]{3,2,1,0} fusion(%copy), kind=kLoop, calls=%copy(1)", False),
+    ],
+)
+def test_a_copy_of_the_pool_is_noted(instruction, copies):
+    class Compiled:
+        def as_text(self):
+            return f'ENTRY %main {{\n  {instruction}, metadata={{op_name="copy"}}\n}}'
+
+    pool = jax.ShapeDtypeStruct((5, 2112, 32, 576), jnp.bfloat16)
+    assert bookkeeping.copies_pool(Compiled(), pool) == ("copies the pool, 0.4 GB" if copies else "")
+    assert not bookkeeping.copies_pool(Compiled(), jax.ShapeDtypeStruct((5, 21, 32, 576), jnp.bfloat16))
+
+
+def test_a_copy_of_the_pool_is_noted_in_an_executable(monkeypatch):
+    """As XLA writes it: without donation the pool is copied, with it it is not."""
+    monkeypatch.setattr(bookkeeping, "LARGE_POOL", 0)
+    pool = jnp.zeros((2, 30, 8, 16), jnp.float32)
+    for donated in ((), (0,)):
+        compiled = jax.jit(lambda pool: pool.at[0, 0].set(1.0), donate_argnums=donated).lower(pool).compile()
+        assert bool(bookkeeping.copies_pool(compiled, pool)) == (not donated)
+
+
 def test_a_round_begins_with_a_call_that_is_not_timed(monkeypatch):
     """What ran before was another variant."""
     log = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,12 +154,23 @@ def variant(compiled: Any, scale: Scale, carried: Carried, sets: Sequence[Ready]
         carried.state = dataclasses.replace(carried.state, **changing._asdict())
         return changing.ctx_len, read
 
-    return Variant(run, steps=scale.loop * len(sets), one_dispatch=True, note=copies_pool(compiled, carried))
+    return Variant(run, steps=scale.loop * len(sets), one_dispatch=True, note=copies_pool(compiled, carried.state.pool))
 
 
-def copies_pool(compiled: Any, carried: Carried) -> str:
-    """A note for an executable whose scratch memory has room for the pool, which it then copies; empty if it has not."""
-    scratch = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
-    return (
-        f"copies the pool: {scratch / 1e9:.1f} GB of scratch memory" if scratch >= carried.state.pool.nbytes > 1 << 28 else ""
-    )
+COPY = re.compile(r"= \(?(?P<dtype>\w+)\[(?P<dimensions>[\d,]+)\](?:\S*|[^=]*\)) copy(?:-start)?\(")
+"""In HLO; what begins an asynchronous one is a tuple."""
+
+LARGE_POOL = 1 << 28
+"""Bytes; of smaller ones a copy is not worth a note, and the CPU's interpreter makes many."""
+
+
+def copies_pool(compiled: Any, pool: Any) -> str:
+    """A note for an executable that copies an array as large as the pool, in whatever shape; empty if it copies none."""
+    pool_bytes = pool.size * pool.dtype.itemsize
+    if pool_bytes <= LARGE_POOL:
+        return ""
+    dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[pool.dtype.name]
+    for found in COPY.finditer(compiled.as_text()):
+        if found["dtype"] == dtype and math.prod(map(int, found["dimensions"].split(","))) == pool.size:
+            return f"copies the pool, {pool_bytes / 1e9:.1f} GB"
+    return ""

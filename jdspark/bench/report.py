@@ -130,7 +130,8 @@ def chart(rows: Sequence[Row], machine: dict[str, Any]) -> Any:
     )
     for column, (label, title, x, of_side) in zip(figure.subplots(2, 2).T, sides, strict=True):
         floor = dict(sorted((x(row), row.floor_us) for row in of_side if row.floor_us is not None)) if machine["on_gpu"] else {}
-        lines = {name: dict(sorted((x(row), step_time(row)) for row in of_side if row.name == name)) for name in names}
+        times = [(row.name, x(row), time) for row in of_side if (time := step_time(row)) is not None]
+        lines = {name: dict(sorted((at, time) for of, at, time in times if of == name)) for name in names}
         most = max(map(len, lines.values()), default=0)
         lines = {name: points for name, points in lines.items() if len(points) > 1 or len(points) == most}
         near = {

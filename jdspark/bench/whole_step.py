@@ -117,5 +117,5 @@ def variant(
     looped(1)
     return Variant(
         run, device_seconds=lambda calls: loop_seconds(looped) / scale.step_loop * calls, device_clock="loop",
-        note=copies_pool(loop, carried),
+        note=copies_pool(loop, carried.state.pool),
     )  # fmt: skip
