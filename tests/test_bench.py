@@ -25,9 +25,10 @@ from jdspark.bench.floors import Bytes, copy_bandwidth, floor_us, part_bytes, st
 from jdspark.bench.parts import PARTS, Job, Row, Run, jobs_of
 from jdspark.bench.profile import DeviceEvent, Segment, segments_of
 from jdspark.bench.scale import CPU, FULL, QUICK, Cell, draw_inputs, draw_offsets, filled_state
-from jdspark.bench.step_parts import PART_OPS, part_backends
-from jdspark.presets import K3_RANK, TINY
+from jdspark.bench.step_parts import PART_OPS, draw_part_operands, part_backends, part_function, why_no_part
+from jdspark.presets import K3_RANK, SMALL_K3, TINY
 from jdspark.state import split
+from jdspark.step import kernel_shapes
 from torch_bridge import bench as torch_bench
 from torch_bridge import compare, largest_difference
 
@@ -225,10 +226,38 @@ def test_bytes_of_the_parts_by_hand():
     assert of["markov chain"] == Bytes(weights=2 * 3 * 13 * 2, operands=2 * (2 * 3 * 13 * 4)), "w2 once per slot"
     assert of["block write"] == Bytes(operands=2 * (6 * 6 * 2))
     assert of["next tokens"] == Bytes(operands=4 * (8 + 6 + 8))
+    assert of["whole context"] == Bytes(operands=2 * 8 * 22, again=2 * (10 * 22 + 10 + kv_a))
+    in_layers = ("query", "attention", "attention output", "mlp")
+    assert of["all layers"] == Bytes(again=sum(of[part].total for part in in_layers) + 2 * (kv_a + 10)), "and the last norm"
     assert list(of) == list(PART_OPS)
     weights = sum(part.weights for part in of.values())
     assert step_bytes(of) == weights + of["attention"].latents
     assert of["block latents"].total == 2 * kv_a, "its own floor counts what it reads again"
+
+
+def test_parts_take_the_kernels_of_whole_ops(monkeypatch):
+    """On Pallas: or what is timed would be XLA's products."""
+    config = dataclasses.replace(
+        SMALL_K3, num_hidden_layers=1, q_lora_rank=64, qk_nope_head_dim=64, v_head_dim=64, target_hidden_size=64
+    )
+    scale = dataclasses.replace(FULL, config=config, vocab=config.vocab_size)
+    geometry = scale.geometry(Cell(1, 64))
+    params = scale.drafter(0)
+    state, rng = filled_state(scale, geometry), np.random.default_rng(0)
+    operands = draw_part_operands(rng, scale, geometry, 1, params, state)
+    shapes = kernel_shapes(params, scale.config, geometry, 1)
+    many = kernel_shapes(params, scale.config, scale.geometry(Cell(32, 64)), 32)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("jdspark.ops.backends.why_unavailable", lambda backend: None)
+    for part, launches in {"lm_head": 1, "whole context": 2, "all layers": 9}.items():
+        assert not why_no_part(part, "pallas", shapes)
+        assert "its kernels are for up to 32" in why_no_part(part, "pallas", many)
+        function = part_function(part, scale, geometry, "pallas")
+        text = jax.jit(function).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == launches, part
+        assert "stablehlo.dot_general" not in text, part
+    assert not any(why_no_part(part, "pallas", many) for part in ("accept", "attention", "markov chain"))
+    assert not any(why_no_part(part, "triton", many) for part in PART_OPS)
 
 
 def test_the_floor_of_one_rank_of_k3():

@@ -26,7 +26,7 @@ class Bytes:
     """Logits, page tables, hidden states and pages: what else it reads and writes, but for small tensors that the part before
     has just left in the cache."""
     again: int = 0
-    """Weights that another part of the step has already read; a floor of the whole step does not count them twice."""
+    """Weights and latents that another part of the step has already read; a floor of the step does not count them twice."""
 
     @property
     def total(self) -> int:
@@ -37,7 +37,7 @@ class Bytes:
 def part_bytes(
     config: DrafterConfig, *, B: int, K: int, context: int, columns: int, vocab: int, itemsize: int
 ) -> dict[str, Bytes]:
-    """Bytes of each part of a step, in the order in which the step runs them.
+    """Bytes of each part of a step, in the order in which the step runs them, then of several parts in one.
 
     Args:
         context: advertised tokens of every request.
@@ -70,6 +70,13 @@ def part_bytes(
         "markov chain": Bytes(weights=itemsize * K * vocab * config.markov_rank, operands=2 * B * K * vocab * 4),
         "block write": Bytes(operands=itemsize * 2 * block * L * D),
         "next tokens": Bytes(operands=BYTES_PER_INT * (2 * B * (K + 1) + B * K)),
+        # the parts above that a larger kernel does in one
+        "whole context": Bytes(
+            operands=itemsize * verified * config.captured_size, again=itemsize * (H * config.captured_size + H + kv_a)
+        ),
+        "all layers": Bytes(
+            again=itemsize * (query + kv_a + B * context * L * D + output + L * (H + 3 * config.intermediate_size * H) + H)
+        ),
     }
     return of
 

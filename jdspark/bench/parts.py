@@ -19,13 +19,13 @@ from ..config import Geometry, StepOptions
 from ..ops.backends import why_unavailable
 from ..params import DrafterParams
 from ..state import DecodeState
-from ..step import DecodeStep
+from ..step import DecodeStep, kernel_shapes
 from . import bookkeeping, step_parts, whole_step
 from .bookkeeping import BACKENDS, Carried, Ready
 from .clock import Deadline, Figures, Variant, built, compile_all, describe, in_turn, measure, trace_all
 from .floors import floor_us, step_bytes
 from .scale import Cell, Scale, draw_inputs, filled_state
-from .step_parts import PART_OPS, PartRun, cache_flush, part_backends
+from .step_parts import PART_OPS, PartRun, cache_flush, part_backends, why_no_part
 
 FLUSHED_BYTES = 1 << 30
 """Many times any cache: the flush takes so long that the host has launched the part behind it by then."""
@@ -424,6 +424,12 @@ def part_rows(run: Run) -> Iterator[Row]:
         if not pace.fits():
             yield from unmeasured("part", cell, columns, no_time(names, left_out))
             continue
+        shapes = kernel_shapes(params, scale.config, geometry, cell.B)
+        refused = {
+            name: reason
+            for name, (part, backend) in names.items()
+            if name not in left_out and (reason := why_no_part(part, backend, shapes))
+        }
         rng, state = run.rng(cell), filled_state(scale, geometry)
         work = PartRun([step_parts.draw_part_operands(rng, scale, geometry, cell.B, params, state) for _ in range(scale.sets)])
         del state
@@ -431,13 +437,13 @@ def part_rows(run: Run) -> Iterator[Row]:
             {
                 name: functools.partial(work.lower, part, step_parts.part_function(part, scale, geometry, backend))
                 for name, (part, backend) in names.items()
-                if name not in left_out
+                if name not in left_out | refused
             }
         )
         run.turn()
         compiled = compile_all(traced, workers=1)
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
-        for row in run.measured("part", cell, columns, build, left_out, calls=scale.calls):
+        for row in run.measured("part", cell, columns, build, left_out | refused, calls=scale.calls):
             if flush is not None:  # the host's clock saw the flush, too
                 row.figures.wall_us = None
             yield run.with_floor(row, moved[names[row.name][0]].total)

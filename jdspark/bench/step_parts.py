@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 
 from .. import ops
 from ..config import Geometry
-from ..drafter import absorbed_query, draft_logits, mlp
-from ..ops.backends import FloatBackends, has_kernel
+from ..drafter import absorbed_query, compress_context, draft_block, draft_logits, mlp
+from ..ops.backends import COMPOSED_OPS, FloatBackends, has_kernel, why_unsupported
 from ..ops.context_latents import stacked_product
 from ..ops.rope import at_positions
 from ..params import DrafterParams
@@ -34,17 +34,28 @@ PART_OPS: dict[str, tuple[str, ...]] = {
     "attention": ("block_attention",),
     "attention output": ("head_product", "linear"),
     "mlp": ("rms_norm", "linear", "swiglu"),
-    "lm_head": ("rms_norm", "linear"),
+    "lm_head": ("rms_norm", "draft_logits", "linear"),
     "markov chain": ("markov_chain",),
     "block write": ("write_block_latents",),
     "next tokens": ("next_tokens",),
+    "whole context": ("compress_context", "linear", "rms_norm"),
+    "all layers": ("block_layers", "block_attention", "linear", "head_product", "rms_norm", "rope", "norm_rope", "swiglu"),
 }
-"""The ops of each part, in the step's order. `prepare` makes the noise block, `store` norms and rotates."""
+"""The ops of each part, in the step's order. `prepare` makes the noise block, `store` norms and rotates. The last two are
+several of the others in one: on Pallas their products are in kernels of a whole op."""
 
 
 def part_backends(part: str) -> list[str]:
     """XLA, and each backend that has a kernel for one of the part's ops."""
     return ["xla", *(b for b in ("pallas", "triton") if any(has_kernel(op, b) for op in PART_OPS[part]))]
+
+
+def why_no_part(part: str, backend: str, shapes: Mapping[str, Any]) -> str:
+    """Why a backend's kernels do not take these shapes, of `kernel_shapes`; empty if they do."""
+    for op in PART_OPS[part]:
+        if op in shapes and has_kernel(op, backend) and (reason := why_unsupported(op, backend, shapes[op])):
+            return reason
+    return ""
 
 
 @jax.tree_util.register_dataclass
@@ -107,13 +118,13 @@ def draw_part_operands(
 
 
 def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> Callable[[PartOperands], Any]:
-    """`f(operands)` of one part, all layers of it; ops without a kernel for the backend run on XLA, and so do the products that
-    Pallas has for a whole step only (`COMPOSED_OPS`).
+    """`f(operands)` of one part, all layers of it; ops without a kernel for the backend run on XLA.
 
     The two parts that write into the pool return it: their caller donates it.
     """
     config, eps, K = scale.config, scale.config.rms_norm_eps, scale.K
-    floats = FloatBackends.of(backend)
+    composed = {op: backend for op in PART_OPS[part] if op in COMPOSED_OPS and has_kernel(op, backend)}
+    floats = FloatBackends.of(backend)._replace(**composed)
 
     def op_backend(op: str) -> str:
         return backend if backend == "xla" or has_kernel(op, backend) else "xla"
@@ -224,6 +235,15 @@ def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> 
     def next_tokens(o: PartOperands) -> Any:
         return ops.next_tokens(o.accepted_tokens, o.num_accepted, o.inputs.draft_tokens, backend=backend)
 
+    def whole_context(o: PartOperands) -> Any:
+        return compress_context(o.params, config, o.inputs.captured, backends=floats)
+
+    def all_layers(o: PartOperands) -> Any:
+        return draft_block(
+            o.params, config, geometry, o.hidden[0], o.prepared.prologue.query_positions, o.state.pool, o.prepared.placement,
+            o.prepared.advertised, o.state.rope_cos, o.state.rope_sin, backends=floats,
+        )  # fmt: skip
+
     return {
         "accept": accept,
         "prepare": prepare,
@@ -239,6 +259,8 @@ def part_function(part: str, scale: Scale, geometry: Geometry, backend: str) -> 
         "markov chain": markov_chain,
         "block write": block_write,
         "next tokens": next_tokens,
+        "whole context": whole_context,
+        "all layers": all_layers,
     }[part]
 
 
