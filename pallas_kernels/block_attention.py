@@ -126,10 +126,10 @@ def block_attention(
     partial sums of a piece.
 
     Raises:
-        BackendUnavailable: `unsupported` has a reason for these shapes or dtypes.
+        BackendUnavailable: `unsupported` has a reason for these shapes or dtypes, or `scale` is not above 0.
     """
     shape = AttentionShape.of(query, block_latents, pool, kv_lora_rank, layout)
-    # the largest score is scaled, not the scaled scores compared
+    # the maximum is taken before the scaling, which keeps it only if that is above 0
     if reason := unsupported(shape) or (None if scale > 0 else f"scale is {scale}, its kernels need one above 0"):
         raise BackendUnavailable(f"block_attention: backend='pallas' is not available: {reason}; backend='xla' runs everywhere")
     row_blocks = ceil_div(shape.block_size * query.shape[2], ROWS)

@@ -531,13 +531,48 @@ def test_jobs_prepare_side_by_side_and_measure_in_turn(tmp_path, monkeypatch):
     caches = (tmp_path / "cache").read_text().splitlines()
     assert caches == [caches[0]] * 3, "what one job tuned, the next knows"
     assert "jdspark-bench-" in caches[0]
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "of the user")
+    list(command.run_jobs(arguments(), [JOB], 1e9, Deadline(20.0), together=1))
+    assert (tmp_path / "cache").read_text().splitlines()[-1] == "of the user"
 
 
 def test_variants_that_a_scale_leaves_out():
     scale = dataclasses.replace(SMALL, steps_left_out=frozenset(whole_step.MAIN) - {"jax plain"}, rounds=1)
     rows = list(parts.step_rows(Run(scale, False, 1e9, 0, Deadline(60.0))))
     assert {row.name for row in rows if row.name.startswith("jax")} == {"jax plain"}
-    assert QUICK.steps_left_out < set(whole_step.MAIN)
+    assert QUICK.steps_left_out == {"jax fused, pallas"}
+
+
+def test_a_part_that_a_kernel_refuses_has_a_row_that_says_so(monkeypatch):
+    monkeypatch.setattr(parts, "PART_OPS", {"lm_head": PART_OPS["lm_head"], "next tokens": PART_OPS["next tokens"]})
+    monkeypatch.setattr(parts, "part_backends", lambda part: ["xla"])
+    monkeypatch.setattr(parts, "why_no_part", lambda part, backend, shapes: "too many rows" if part == "lm_head" else "")
+    traced, trace_all = [], parts.trace_all
+
+    def noting(functions):
+        traced.extend(functions)
+        return trace_all(functions)
+
+    monkeypatch.setattr(parts, "trace_all", noting)
+    rows = {row.name: row for row in parts.part_rows(Run(dataclasses.replace(SMALL, rounds=1), False, 1e9, 0, Deadline(60.0)))}
+    assert rows["lm_head, xla"].left_out == "too many rows"
+    assert rows["next tokens, xla"].figures.wall_us > 0
+    assert traced == ["next tokens, xla"]
+
+
+def test_the_steps_rows_are_long(monkeypatch):
+    """What the first call takes until the device begins is in the time of all."""
+    counts, in_turn = [], clock.in_turn
+
+    def counting(*args, calls, **kwargs):
+        counts.append(calls)
+        in_turn(*args, calls=calls, **kwargs)
+
+    monkeypatch.setattr(parts, "in_turn", counting)
+    left_out = frozenset(whole_step.MAIN) - {"jax plain"}
+    scale = dataclasses.replace(SMALL, rounds=1, calls=2, step_calls=3, steps_left_out=left_out)
+    list(parts.step_rows(Run(scale, False, 1e9, 0, Deadline(60.0))))
+    assert set(counts) == {3}
 
 
 @pytest.mark.parametrize(
@@ -554,12 +589,19 @@ def test_variants_that_a_scale_leaves_out():
 )
 def test_a_copy_of_the_pool_is_noted(instruction, copies):
     class Compiled:
+        text = f'ENTRY %main {{\n  {instruction}, metadata={{op_name="copy"}}\n}}'
+
         def as_text(self):
-            return f'ENTRY %main {{\n  {instruction}, metadata={{op_name="copy"}}\n}}'
+            return self.text
 
     pool = jax.ShapeDtypeStruct((5, 2112, 32, 576), jnp.bfloat16)
     assert bookkeeping.copies_pool(Compiled(), pool) == ("copies the pool, 0.4 GB" if copies else "")
-    assert not bookkeeping.copies_pool(Compiled(), jax.ShapeDtypeStruct((5, 21, 32, 576), jnp.bfloat16))
+    assert not bookkeeping.copies_pool(Compiled(), jax.ShapeDtypeStruct((5, 2111, 32, 576), jnp.bfloat16)), "a part of it"
+    assert not bookkeeping.copies_pool(Compiled(), jax.ShapeDtypeStruct((5, 2112, 32, 576), jnp.float8_e4m3fn))
+    Compiled.text = Compiled.text.replace("2112", "21").replace("10560", "105")
+    assert not bookkeeping.copies_pool(Compiled(), jax.ShapeDtypeStruct((5, 21, 32, 576), jnp.bfloat16)), "too small"
+    Compiled.text = None
+    assert not bookkeeping.copies_pool(Compiled(), pool)
 
 
 def test_a_copy_of_the_pool_is_noted_in_an_executable(monkeypatch):
@@ -571,13 +613,30 @@ def test_a_copy_of_the_pool_is_noted_in_an_executable(monkeypatch):
         assert bool(bookkeeping.copies_pool(compiled, pool)) == (not donated)
 
 
+def test_the_note_reaches_the_row(monkeypatch):
+    for module in (bookkeeping, whole_step):
+        monkeypatch.setattr(module, "copies_pool", lambda compiled, pool: f"a copy of {pool.ndim} dimensions")
+    scale = dataclasses.replace(SMALL, rounds=1, step_loop=2, steps_left_out=frozenset(whole_step.MAIN) - {"jax plain"})
+    run = Run(scale, False, 1e9, 0, Deadline(60.0))
+    for rows in (parts.bookkeeping_rows(run, scale.bookkeeping), parts.step_rows(run)):
+        notes = [row.figures.note for row in rows if row.name in ("jax xla", "jax plain")]
+        assert notes[-1] == "a copy of 4 dimensions"
+
+
 def test_a_round_begins_with_a_call_that_is_not_timed(monkeypatch):
     """What ran before was another variant."""
     log = []
-    monkeypatch.setattr(clock, "seconds_of", lambda call: (log.append("clock"), call(), log.append("end"))[0] or 1.0)
-    variants = {name: Variant(functools.partial(log.append, name)) for name in ("a", "b")}
+
+    def seconds_of(call):
+        log.append("clock")
+        call()
+        log.append("end")
+        return 1.0
+
+    monkeypatch.setattr(clock, "seconds_of", seconds_of)
+    variants = {name: Variant(functools.partial(log.append, name), wait=lambda _: log.append("wait")) for name in ("a", "b")}
     clock.in_turn(variants, {name: Figures() for name in variants}, rounds=1, calls=2, profiled_calls=0)
-    assert log == ["a", "clock", "a", "a", "end", "b", "clock", "b", "b", "end"]
+    assert log == [x for name in "ab" for x in (name, "wait", "clock", name, name, "wait", "end")]
 
 
 def test_the_process_of_a_job_prints_its_rows(capsys, monkeypatch):
@@ -612,18 +671,26 @@ def test_the_chart_has_a_line_per_variant_and_the_floor(tmp_path):
     cells = ((1, 20), (1, 10), (4, 10))
     rows = [
         Row("step", name, B, context, 9, Figures(device_us=times * context), bytes=1, floor_us=float(context))
-        for name, times, at in (("near", 2.0, cells), ("far", 4.0, cells), ("once", 2.0, cells[:1]))
+        for name, times, at in (("once", 2.0, cells[:1]), ("near", 2.0, cells), ("far", 4.0, cells), ("both", 2.0, cells))
         for B, context in at
     ]
+    rows = [dataclasses.replace(x, figures=Figures(device_us=200.0)) if x.key[1:] == ("both", 1, 20) else x for x in rows]
     figure = report.chart(rows, {"what": "one GPU", "on_gpu": True})
     shown = [{line.get_label(): line.get_xydata().tolist() for line in axes.lines} for axes in figure.axes]
     near, far, floor = [[10, 20], [20, 40]], [[10, 40], [20, 80]], [[10, 10], [20, 20]]
-    assert shown[0] == {"near": near, "far": far, "floor": floor}
-    assert shown[2] == {"near": near, "floor": floor}
-    assert shown[1] == {"near": [[1, 20], [4, 20]], "far": [[1, 40], [4, 40]], "floor": [[1, 10], [4, 10]]}
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == {"near", "far", "floor"}
-    (alone,) = report.chart(rows[:1], {"what": "one GPU", "on_gpu": False}).axes[0].lines
-    assert alone.get_xydata().tolist() == [[20, 40]]
+    assert shown[0] == {"near": near, "far": far, "both": [[10, 20], [20, 200]], "floor": floor}
+    assert shown[2] == {"near": near, "floor": floor}, "near at every point"
+    of_B = {"near": [[1, 20], [4, 20]], "far": [[1, 40], [4, 40]], "both": [[1, 20], [4, 20]], "floor": [[1, 10], [4, 10]]}
+    assert shown[1] == of_B
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "log", "linear", "linear"]
+    of_legend = {line.get_label(): line.get_color() for line in figure.legends[0].get_lines()}
+    assert set(of_legend) == {"near", "far", "both", "floor"}
+    assert all(line.get_color() == of_legend[line.get_label()] for axes in figure.axes for line in axes.lines)
+    without_floor = report.chart(rows[:1], {"what": "a CPU", "on_gpu": False}).axes
+    for axes in without_floor:
+        (alone,) = axes.lines
+        assert alone.get_xydata().tolist() in ([[20, 40]], [[1, 40]])
+    assert without_floor[1].get_xticks().tolist() == [1], "the one B that there is"
     report.plot(tmp_path / "empty.png", [], {"what": "nothing", "on_gpu": False})
     assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
 

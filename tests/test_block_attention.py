@@ -5,6 +5,7 @@ A CPU runs the kernels in an interpreter that has no tensor cores: there the two
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ SMALL = {"width": 192, "rank": 128}
         Attention.draw([64, 128], page_size=64, max_blocks=2, layout="page_major", block_size=9, heads=1, **SMALL),
         Attention.draw(
             [150, 99, 192], page_size=32, max_blocks=6, layout="page_major", block_size=2, heads=2, seed=2, **SMALL,
-            holes=[(0, 1, -1), (1, 0, 21), (1, 1, -7), (2, 5, 2**31 - 1)],
+            holes=[(0, 1, -1), (1, 0, 21), (1, 1, -7), (2, 2, -1), (2, 5, 2**31 - 1)],  # (2, 2): a tile's first page only
         ),
         Attention.draw([140, 200], page_size=128, max_blocks=2, block_size=2, heads=1, seed=4, **SMALL),
     ],
@@ -236,8 +237,9 @@ def test_what_the_kernels_do_not_take_is_named(monkeypatch):
     plain = choose_path("block_attention", StepOptions(fused_prologue=True), B=1, embedding_dtype=dtype, shape=K3)
     assert plain.backend == "xla", "its bits are not XLA's"
     operands, static = Attention.draw([5], page_size=32, max_blocks=1).arguments()
-    with pytest.raises(BackendUnavailable, match=r"scale is -0\.5, .* above 0; backend='xla' runs everywhere"):
-        kernels.block_attention(*operands, **{**static, "scale": -0.5})
+    for scale in (0.0, -0.5, math.nan):
+        with pytest.raises(BackendUnavailable, match=rf"scale is {scale}, .* above 0; backend='xla' runs everywhere"):
+            kernels.block_attention(*operands, **{**static, "scale": scale})
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="pins what happens on a CPU")
@@ -262,8 +264,8 @@ GPU_CASES = {
         "holes": [(0, 3, -1), (0, 4, 93), (0, 21, 2**31 - 1), (1, 0, -(2**31)), (2, 0, -1), (2, 1, -1)],
     },
     "holes in long contexts": {
-        "advertised": [20003, 9000], "page_size": 64, "max_blocks": 320,
-        "holes": [(0, column, -1) for column in (0, 1, 7, 8, 9, 100, 311, 312)] + [(1, column, 2**30) for column in (2, 140)],
+        "advertised": [20003, 9000], "page_size": 32, "max_blocks": 640,
+        "holes": [(0, column, -1) for column in (0, 1, 7, 8, 12, 201, 624, 625)] + [(1, column, 2**30) for column in (4, 281)],
     },
     "B=64": {"advertised": [37 * i for i in range(64)], "page_size": 32, "max_blocks": 80},
     "long": {"advertised": [65530], "page_size": 32, "max_blocks": 2056},

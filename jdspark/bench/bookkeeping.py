@@ -161,16 +161,16 @@ COPY = re.compile(r"= \(?(?P<dtype>\w+)\[(?P<dimensions>[\d,]+)\](?:\S*|[^=]*\))
 """In HLO; what begins an asynchronous one is a tuple."""
 
 LARGE_POOL = 1 << 28
-"""Bytes; of smaller ones a copy is not worth a note, and the CPU's interpreter makes many."""
+"""Bytes; a copy of a smaller one costs a GPU little, and the CPU's interpreter makes many."""
 
 
 def copies_pool(compiled: Any, pool: Any) -> str:
-    """A note for an executable that copies an array as large as the pool, in whatever shape; empty if it copies none."""
+    """A note for an executable that copies an array as large as a large pool, in whatever shape; empty if it copies none."""
     pool_bytes = pool.size * pool.dtype.itemsize
     if pool_bytes <= LARGE_POOL:
         return ""
-    dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}[pool.dtype.name]
-    for found in COPY.finditer(compiled.as_text()):
+    dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(pool.dtype.name)
+    for found in COPY.finditer(compiled.as_text() or ""):
         if found["dtype"] == dtype and math.prod(map(int, found["dimensions"].split(","))) == pool.size:
             return f"copies the pool, {pool_bytes / 1e9:.1f} GB"
     return ""

@@ -172,7 +172,7 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
     A variant that raises gets the message in its figures and stops no other.
 
     Args:
-        calls: of each variant in each round, back to back.
+        calls: of each variant in each round, back to back, behind one that is waited for and not timed.
         profiled_calls: of each variant under the profiler; 0 leaves the profile out, as on a CPU, where there is none.
     """
     wall: dict[str, list[float]] = {name: [] for name in variants}

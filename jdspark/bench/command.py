@@ -168,7 +168,7 @@ def run_jobs(
 
     What XLA found out about its products goes from one job to the next through a folder of JAX's persistent cache.
     """
-    with tempfile.TemporaryDirectory(prefix="jdspark-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="jdspark-bench-", ignore_cleanup_errors=True) as folder:
         environment = {"JAX_COMPILATION_CACHE_DIR": folder, **os.environ}
         for batch in itertools.batched(enumerate(jobs), together):
             processes = []

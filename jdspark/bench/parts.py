@@ -466,7 +466,7 @@ PARTS: dict[str, tuple[float, Callable[[Run], Iterator[Row]]]] = {
     "acceptance": (0.06, lambda run: bookkeeping_rows(run, run.scale.acceptance, acceptance=True)),
     "compile": (0.10, compiled_rows),
 }
-"""By the name that `--parts` takes: its share of the time limit, and its rows. In the order in which they run."""
+"""By the name that `--parts` takes: its share of the time limit on a CPU, and its rows. In the order in which they run."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,7 @@ def step_time(row: Row) -> float | None:
 
 
 NEAR_THE_FLOOR = 3.0
-"""Times the floor: what goes further in the chart's upper half would press the rest of the lower half onto its axis."""
+"""Times the floor. Variants further from it are in the chart's upper half only: below they would press the others together."""
 
 
 def plot(path: Path, rows: Sequence[Row], machine: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def chart(rows: Sequence[Row], machine: dict[str, Any]) -> Any:
     is a straight line. A variant with a single point among lines is in the tables only.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     rows = [row for row in rows if row.part == "step" and step_time(row) is not None]
     names = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row.name for row in rows))}
@@ -143,9 +143,11 @@ def chart(rows: Sequence[Row], machine: dict[str, Any]) -> Any:
             for name, points in shown.items():
                 axes.plot(*zip(*points.items()), marker="o", label=name, color=names[name])
             if floor:
-                axes.plot(*zip(*floor.items()), color="black", linestyle="--", label="floor")
+                axes.plot(*zip(*floor.items()), color="black", linestyle="--", marker="_", label="floor")
             axes.set(xlabel=label, ylabel="us per step", yscale=scale)
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.xaxis.set_major_locator(
+                MaxNLocator(6, integer=True) if most > 1 else FixedLocator(sorted(set(map(x, of_side))))
+            )
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             axes.yaxis.set_major_formatter(ScalarFormatter())
         column[0].set(title=title)

@@ -51,7 +51,7 @@ class Scale:
     step_loop: int = 25
     """Steps in one dispatch of the whole step's loop; 0 leaves it out, as on a CPU, where there is no device time to find."""
     steps_left_out: frozenset[str] = frozenset()
-    """Variants of the whole step that are not measured."""
+    """JAX's variants of the whole step that get no row."""
     rounds: int = 7
     calls: int = 20
     step_calls: int = 60
