@@ -1,6 +1,8 @@
 """The exact ops, bit for bit: the plain JAX definition and the torch chain against loops over Python integers."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jdspark import ops
 from jdspark.ops.row_argmax import better
 from torch_bridge import compare, eager, to_torch
 from torch_bridge.cases import EXACT_OPS, FAMILIES, SHAPES, draw_case
+from torch_bridge.eager.latent_pool import write_latents
 from torch_bridge.parity import run
 
 from . import oracle
@@ -194,3 +197,23 @@ def test_a_changed_comparison_is_noticed():
     }.items():
         mistaken = dataclasses.replace(case, operands=case.operands | {name: change(case.operands[name])})
         assert not compare(run(mistaken, "torch eager", "cpu")[0], reference), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
+def test_torch_compile_writes_the_pool_in_place(layout):
+    """As the benchmark's peer it would otherwise be timed copying the pool, there and back."""
+    from torch._inductor.utils import run_and_get_code  # takes seconds
+
+    shape = (2, 40, 8, 16) if layout == "layer_major" else (40, 2, 8, 16)
+    generator = torch.Generator().manual_seed(0)
+    pool, latents = torch.randn(shape, generator=generator), torch.randn((5, 2, 16), generator=generator)
+    pages, offsets = torch.tensor([3, 7, -1, 9, 3]), torch.tensor([0, 1, 2, 3, 0])
+    expected = pool.clone()
+    write_latents(expected, latents, pages, offsets, layout)
+    torch.compiler.reset()
+    _, code = run_and_get_code(torch.compile(write_latents, dynamic=False), pool, latents, pages, offsets, layout)
+    assert compare(pool, expected)
+    buffers = re.findall(r"= empty_strided\w*\(\(([\d, ]+)\)", "\n".join(code))
+    assert buffers
+    assert max(math.prod(int(n) for n in sizes.split(",") if n.strip()) for sizes in buffers) < pool.numel() // 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 PAIRWISE = 1024
@@ -25,7 +27,6 @@ def write_latents(
         return
     num_pages = pool.shape[1] if layout == "layer_major" else pool.shape[0]
     page_size = pool.shape[2]
-    by_page = pool.transpose(0, 1) if layout == "layer_major" else pool
 
     valid = (pages >= 0) & (pages < num_pages) & (offsets >= 0) & (offsets < page_size)
     destination = torch.where(valid, pages * page_size + offsets, -1)
@@ -38,9 +39,16 @@ def write_latents(
     pages = torch.where(someone_writes, pages[chosen], 0)
     offsets = torch.where(someone_writes, offsets[chosen], 0)
 
-    places = by_page.transpose(1, 2) if layer is None else by_page[:, layer]
-    unchanged = places[pages[:1], offsets[:1]]
-    places[pages, offsets] = torch.where(someone_writes.reshape(-1, *[1] * (latents.dim() - 1)), latents[chosen], unchanged)
+    def places(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
+        # indices of the pool itself: into a view of it, `torch.compile` would copy the pool to write and copy it back
+        layers = slice(None) if layer is None else layer
+        return (layers, pages, offsets) if layout == "layer_major" else (pages, layers, offsets)
+
+    latents = latents[chosen]
+    if layout == "layer_major" and layer is None:
+        latents = latents.transpose(0, 1)
+    unchanged = pool[places(pages[:1], offsets[:1])]
+    pool[places(pages, offsets)] = torch.where(someone_writes.unsqueeze(-1), latents, unchanged)
 
 
 def last_writers(destinations: torch.Tensor, num_places: int) -> torch.Tensor:
