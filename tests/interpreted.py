@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from jdspark import config, paths, step
+from jdspark import paths, step
 from jdspark.ops import backends
 from torch_bridge import triton_kernels
 from torch_bridge.triton_kernels.launching import launch_in_torch
@@ -51,5 +51,5 @@ def interpreted_triton(monkeypatch):
     def why_unavailable(backend):
         return None if backend == "triton" else available(backend)
 
-    for module in (backends, paths, step, config):
+    for module in (backends, paths, step):
         monkeypatch.setattr(module, "why_unavailable", why_unavailable)
