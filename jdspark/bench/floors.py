@@ -70,14 +70,11 @@ def part_bytes(
         "markov chain": Bytes(weights=itemsize * K * vocab * config.markov_rank, operands=2 * B * K * vocab * 4),
         "block write": Bytes(operands=itemsize * 2 * block * L * D),
         "next tokens": Bytes(operands=BYTES_PER_INT * (2 * B * (K + 1) + B * K)),
-        # the parts above that a larger kernel does in one
-        "whole context": Bytes(
-            operands=itemsize * verified * config.captured_size, again=itemsize * (H * config.captured_size + H + kv_a)
-        ),
-        "all layers": Bytes(
-            again=itemsize * (query + kv_a + B * context * L * D + output + L * (H + 3 * config.intermediate_size * H) + H)
-        ),
     }
+    # parts above that a larger kernel does in one
+    projection, in_layers = of["context projection"], ("query", "block latents", "attention", "attention output", "mlp")
+    of["whole context"] = Bytes(operands=projection.operands, again=projection.weights + of["context latents"].weights)
+    of["all layers"] = Bytes(again=sum(of[part].total for part in in_layers) + itemsize * H)  # and the last norm
     return of
 
 

@@ -425,7 +425,7 @@ def part_rows(run: Run) -> Iterator[Row]:
             yield from unmeasured("part", cell, columns, no_time(names, left_out))
             continue
         shapes = kernel_shapes(params, scale.config, geometry, cell.B)
-        refused = {
+        not_run = left_out | {
             name: reason
             for name, (part, backend) in names.items()
             if name not in left_out and (reason := why_no_part(part, backend, shapes))
@@ -437,13 +437,13 @@ def part_rows(run: Run) -> Iterator[Row]:
             {
                 name: functools.partial(work.lower, part, step_parts.part_function(part, scale, geometry, backend))
                 for name, (part, backend) in names.items()
-                if name not in left_out | refused
+                if name not in not_run
             }
         )
         run.turn()
         compiled = compile_all(traced, workers=1)
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
-        for row in run.measured("part", cell, columns, build, left_out | refused, calls=scale.calls):
+        for row in run.measured("part", cell, columns, build, not_run, calls=scale.calls):
             if flush is not None:  # the host's clock saw the flush, too
                 row.figures.wall_us = None
             yield run.with_floor(row, moved[names[row.name][0]].total)

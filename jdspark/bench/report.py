@@ -120,18 +120,18 @@ def chart(rows: Sequence[Row], machine: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-    rows = [row for row in rows if row.part == "step" and step_time(row) is not None]
-    names = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row.name for row in rows))}
-    shortest = min((row.context for row in rows), default=0)
+    timed = [(row, time) for row in rows if row.part == "step" and (time := step_time(row)) is not None]
+    colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row.name for row, _ in timed))}
+    shortest = min((row.context for row, _ in timed), default=0)
     figure = Figure(figsize=(11, 7), layout="constrained")
-    sides: tuple[tuple[str, str, Callable[[Row], int], list[Row]], ...] = (
-        ("context tokens", "B = 1", lambda row: row.context, [row for row in rows if row.B == 1]),
-        ("B", f"context {shortest}", lambda row: row.B, [row for row in rows if row.context == shortest]),
+    sides: tuple[tuple[str, str, Callable[[Row], int], list[tuple[Row, float]]], ...] = (
+        ("context tokens", "B = 1", lambda row: row.context, [found for found in timed if found[0].B == 1]),
+        ("B", f"context {shortest}", lambda row: row.B, [found for found in timed if found[0].context == shortest]),
     )
     for column, (label, title, x, of_side) in zip(figure.subplots(2, 2).T, sides, strict=True):
-        floor = dict(sorted((x(row), row.floor_us) for row in of_side if row.floor_us is not None)) if machine["on_gpu"] else {}
-        times = [(row.name, x(row), time) for row in of_side if (time := step_time(row)) is not None]
-        lines = {name: dict(sorted((at, time) for of, at, time in times if of == name)) for name in names}
+        along = sorted(of_side, key=lambda found: x(found[0]))
+        floor = {x(row): row.floor_us for row, _ in along if row.floor_us is not None and machine["on_gpu"]}
+        lines = {name: {x(row): time for row, time in along if row.name == name} for name in colors}
         most = max(map(len, lines.values()), default=0)
         lines = {name: points for name, points in lines.items() if len(points) > 1 or len(points) == most}
         near = {
@@ -141,12 +141,12 @@ def chart(rows: Sequence[Row], machine: dict[str, Any]) -> Any:
         }
         for axes, shown, scale in zip(column, (lines, near), ("log", "linear"), strict=True):
             for name, points in shown.items():
-                axes.plot(*zip(*points.items()), marker="o", label=name, color=names[name])
+                axes.plot(*zip(*points.items()), marker="o", label=name, color=colors[name])
             if floor:
                 axes.plot(*zip(*floor.items()), color="black", linestyle="--", marker="_", label="floor")
             axes.set(xlabel=label, ylabel="us per step", yscale=scale)
             axes.xaxis.set_major_locator(
-                MaxNLocator(6, integer=True) if most > 1 else FixedLocator(sorted(set(map(x, of_side))))
+                MaxNLocator(6, integer=True) if most > 1 else FixedLocator([x(row) for row, _ in along])
             )
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
             axes.yaxis.set_major_formatter(ScalarFormatter())
