@@ -251,7 +251,7 @@ def test_parts_take_the_kernels_of_whole_ops(monkeypatch):
     monkeypatch.setattr("jdspark.ops.backends.why_unavailable", lambda backend: None)
     for part, launches in {"lm_head": 1, "whole context": 2, "all layers": 9}.items():
         assert not why_no_part(part, "pallas", shapes)
-        assert "its kernels are for up to 32" in why_no_part(part, "pallas", many)
+        assert "its kernels are for up to 64" in why_no_part(part, "pallas", many)
         function = part_function(part, scale, geometry, "pallas")
         text = jax.jit(function).trace(operands).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@mosaic_gpu_v2") == launches, part
@@ -456,9 +456,9 @@ def test_full_and_quick_scales():
         (B, context) for B in (1, 4, 32) for context in (2048, 32768, 65536, 98304, 131072, 393216)
     }
     assert {cell.context for cell in FULL.step if cell.B == 1} == {2048, 32768, 65536, 98304, 131072, 393216}
-    assert {cell.B for cell in FULL.step} == {1, 4, 16, 32}
+    assert {cell.B for cell in FULL.step} == {1, 4, 8, 16, 32}
     assert [cell.B for cell in FULL.bookkeeping[:3]] == [1, 4, 32], "a short limit reaches every batch size"
-    assert {cell.B for cell in (*QUICK.bookkeeping, *QUICK.step, *QUICK.parts)} == {1}
+    assert {cell.B for cell in (*QUICK.bookkeeping, *QUICK.step)} == {1}
     for cell in (*FULL.step, *FULL.parts):
         assert FULL.geometry(cell).num_pages * 32 * 5 * 576 < 2**31
     assert abs(sum(share for share, _ in PARTS.values()) - 1) < 1e-9
@@ -663,8 +663,12 @@ def test_every_cell_is_in_one_job():
             assert sorted(cells) == sorted(getattr(FULL, field)), field
         assert all(job.cell in itertools.chain(*(getattr(job.scale, field) for field in fields)) for job in mine)
     assert [job.part for job in jobs_of(FULL, ["acceptance", "step"])][-1] == "acceptance"
-    (without_cells,) = jobs_of(QUICK, ["compile"])
-    assert (without_cells.scale.compiled, without_cells.cell) == ((), Cell(0, 0)), "its row says why nothing is measured"
+    without_cells = jobs_of(QUICK, ["compile", "parts"])
+    assert [(job.part, job.cell) for job in without_cells] == [("parts", Cell(0, 0)), ("compile", Cell(0, 0))]
+    for job in without_cells:
+        (row,) = PARTS[job.part][1](Run(job.scale, True, 1e9, 0, Deadline(9.0)))
+        assert row.left_out == parts.FULL_RUN
+    assert command.QUICK_LIMIT + command.GRACE < 120, "two minutes, whatever the jobs do"
 
 
 def test_the_chart_has_a_line_per_variant_and_the_floor(tmp_path):

@@ -35,9 +35,9 @@ from .parts import NO_TIME, PARTS, Job, Row, Run, guarded, jobs_of
 from .scale import Scale, choose_scale
 
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "triton", "jax-triton")
-LIMIT, QUICK_LIMIT = 1800.0, 110.0
+LIMIT, QUICK_LIMIT = 1800.0, 100.0
 """Seconds, by default."""
-GRACE = 30.0
+GRACE = 15.0
 """Seconds past the limit after which what still runs is ended."""
 TAG, READY = "bench-row ", "bench-ready"
 """What a job's process writes: a row, and that it is prepared."""
@@ -49,7 +49,7 @@ MOST_TOGETHER = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `jdspark bench`."""
-    parser.add_argument("--quick", action="store_true", help="one request at two contexts, in two minutes on a GPU")
+    parser.add_argument("--quick", action="store_true", help="one request, bookkeeping and whole step, in two minutes on a GPU")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)} (default: all)")
     limits = f"for everything (default {LIMIT:.0f}, {QUICK_LIMIT:.0f} with --quick)"
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=limits)

@@ -33,6 +33,7 @@ FLUSHED_BYTES = 1 << 30
 INTERPRETER = "without a GPU this would time an interpreter"
 NO_TIME = "the time limit was near"
 ONE_CONTEXT = "its launches stay outside of command buffers, whatever the context"
+FULL_RUN = "measured in a full run on a GPU only"
 FIRST_LOOK = "a first look, by itself"
 """The note of a row that the same row replaces once all variants of its cell have run in turn."""
 
@@ -411,6 +412,9 @@ def has_products(lowered: Any) -> bool:
 
 def part_rows(run: Run) -> Iterator[Row]:
     """Rows of each part of the step; on a GPU from a profile, with the cache flushed before every call."""
+    if not run.scale.parts:
+        yield Row("part", "all", 0, 0, 0, left_out=FULL_RUN)
+        return
     scale = run.scale
     params = scale.drafter(run.seed)
     flush = cache_flush(FLUSHED_BYTES) if run.on_gpu else None
@@ -454,7 +458,7 @@ def part_rows(run: Run) -> Iterator[Row]:
 def compiled_rows(run: Run) -> Iterator[Row]:
     """Rows of `torch.compile`, on a GPU only: nothing about it would carry over from a CPU."""
     if not run.scale.compiled:
-        yield Row("torch.compile", "all", 0, 0, 0, left_out="measured in a full run on a GPU only")
+        yield Row("torch.compile", "all", 0, 0, 0, left_out=FULL_RUN)
         return
     yield from bookkeeping_rows(run, run.scale.compiled, compiled_torch=True)
 
@@ -489,7 +493,7 @@ def jobs_of(scale: Scale, chosen: Sequence[str]) -> list[Job]:
             *({"step": (cell,), "every_step": ()} for cell in scale.step),
             *({"step": (), "every_step": (cell,)} for cell in scale.every_step),
         ],
-        "parts": [{"parts": (cell,)} for cell in scale.parts],
+        "parts": [{"parts": (cell,)} for cell in scale.parts] or [{"parts": ()}],
         "acceptance": [{"acceptance": scale.acceptance}],
         "compile": [{"compiled": (cell,)} for cell in scale.compiled] or [{"compiled": ()}],
     }
