@@ -113,8 +113,8 @@ def test_a_variant_that_raises_stops_no_other():
     calls = []
 
     def late():
-        calls.append(None)
-        if len(calls) == 3:
+        calls.append("late")
+        if calls.count("late") == 3:
             raise ValueError("the third call")
 
     def never():
@@ -126,7 +126,8 @@ def test_a_variant_that_raises_stops_no_other():
         "late": lambda: Variant(late, wait),
         "sound": lambda: Variant(lambda: None, wait, steps=4, device_seconds=lambda calls: 8e-6 * calls, device_clock="events"),
     }
-    figures = measure(build, rounds=3, calls=2, profiled_calls=0)
+    figures = measure(build, rounds=3, calls=2, profiled_calls=0, prepared=lambda: calls.append("prepared"))
+    assert calls[:3] == ["late", "prepared", "late"], "built and called once ahead of it"
     assert figures["unbuilt"].error == "TypeError: not built"
     assert figures["late"].error == "ValueError: the third call"
     assert figures["late"].wall_us is None
@@ -154,7 +155,7 @@ def test_figures_of_a_profile_are_per_step(monkeypatch):
 
     flushed = ((0, 50), (50, 6), (60, 10))
     monkeypatch.setattr("jdspark.bench.clock.profile_calls", profiled)
-    figures = measure(build, rounds=1, calls=1, profiled_calls=4)
+    figures = measure(build, rounds=1, calls=1, profiled_calls=4, prepared=lambda: None)
     part, loop, lost = (figures[name] for name in build)
     assert (part.device_us, part.device_clock) == (pytest.approx(0.020), "profile")
     assert part.kernel_us == pytest.approx(0.016)
@@ -168,7 +169,7 @@ def test_figures_of_a_profile_are_per_step(monkeypatch):
         raise RuntimeError("the trace has 0 marked segments, expected 3")
 
     monkeypatch.setattr("jdspark.bench.clock.profile_calls", unreadable)
-    figures = measure(build, rounds=1, calls=1, profiled_calls=4)
+    figures = measure(build, rounds=1, calls=1, profiled_calls=4, prepared=lambda: None)
     assert figures["loop"].device_us == figures["loop"].wall_us > 0
     assert figures["part"].note.startswith("no profile: RuntimeError: the trace has 0 marked segments")
     assert figures["part"].failed
@@ -457,6 +458,7 @@ def test_full_and_quick_scales():
     }
     assert {cell.context for cell in FULL.step if cell.B == 1} == {2048, 32768, 65536, 98304, 131072, 393216}
     assert {cell.B for cell in FULL.step} == {1, 4, 8, 16, 32}
+    assert sorted(FULL.compiled) == sorted(FULL.bookkeeping)
     assert [cell.B for cell in FULL.bookkeeping[:3]] == [1, 4, 32], "a short limit reaches every batch size"
     assert {cell.B for cell in (*QUICK.bookkeeping, *QUICK.step)} == {1}
     for cell in (*FULL.step, *FULL.parts):
@@ -534,6 +536,17 @@ def test_jobs_prepare_side_by_side_and_measure_in_turn(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "of the user")
     list(command.run_jobs(arguments(), [JOB], 1e9, Deadline(20.0), together=1))
     assert (tmp_path / "cache").read_text().splitlines()[-1] == "of the user"
+
+
+def test_what_torch_compiles_is_built_ahead_of_a_job_s_turn(monkeypatch):
+    """It takes half a minute each, side by side with the other jobs'; all other variants are built when it is their turn."""
+    order = []
+    monkeypatch.setattr(parts, "measure", lambda build, prepared, **_: order.append("measure") or prepared() or {})
+    for compiled_torch, expected in ((True, ["measure", "turn"]), (False, ["turn", "measure", "turn"])):
+        order.clear()
+        run = Run(dataclasses.replace(SMALL, rounds=1), False, 1e9, 0, Deadline(60.0), lambda: order.append("turn"))
+        list(parts.bookkeeping_rows(run, [CELL], compiled_torch=compiled_torch))
+        assert order == expected
 
 
 def test_variants_that_a_scale_leaves_out():

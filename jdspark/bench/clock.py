@@ -204,10 +204,13 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
                 figures[name].note = NO_PROFILE + describe(error)
 
 
-def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int) -> dict[str, Figures]:
-    """Build all variants, then `in_turn`."""
+def measure(
+    build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int, prepared: Callable[[], None]
+) -> dict[str, Figures]:
+    """Build all variants, call `prepared`, then `in_turn`."""
     figures = {name: Figures() for name in build}
     variants = {name: variant for name, function in build.items() if (variant := built(function, figures[name])) is not None}
+    prepared()
     in_turn(variants, figures, rounds=rounds, calls=calls, profiled_calls=profiled_calls)
     return figures
 

@@ -102,7 +102,7 @@ class Run:
     seed: int
     deadline: Deadline
     turn: Callable[[], None] = lambda: None
-    """Called when everything is prepared and timing begins: a process that prepares beside others waits there for its turn."""
+    """Called when all is prepared and timing begins: a process that prepares beside others waits there for its turn, once."""
 
     def unavailable(self, backend: str) -> str:
         """Why a backend of JAX is not measured on this machine; empty if it is."""
@@ -119,7 +119,9 @@ class Run:
     ) -> Iterator[Row]:
         """Rows of one cell: what is measured, with so many calls of each variant back to back, then what is not."""
         scale = self.scale
-        figures = measure(build, rounds=scale.rounds, calls=calls, profiled_calls=scale.profiled_calls)
+        figures = measure(
+            build, rounds=scale.rounds, calls=calls, profiled_calls=scale.profiled_calls, prepared=self.turn
+        )  # fmt: skip
         for name, of_variant in figures.items():
             yield Row(part, name, *cell, columns, of_variant, at_s=self.deadline.passed())
         yield from unmeasured(part, cell, columns, left_out)
@@ -264,7 +266,8 @@ def bookkeeping_rows(
                 if name not in left_out | elsewhere(cell)
             }
         )
-        run.turn()
+        if not compiled_torch:  # that compiles as it is built
+            run.turn()
         for cell in group:
             of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
             build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])

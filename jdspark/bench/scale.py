@@ -108,7 +108,7 @@ FULL = Scale(
     ),
     every_step=(Cell(1, 2048),),
     parts=(Cell(1, 2048), Cell(1, 131072), Cell(32, 2048)),
-    compiled=(Cell(1, 2048), Cell(4, 2048), Cell(32, 2048), Cell(1, 65536)),
+    compiled=tuple(Cell(B, context) for context in (2048, 393216, 65536, 131072, 32768, 98304) for B in (1, 4, 32)),
 )  # fmt: skip
 
 QUICK = dataclasses.replace(
