@@ -20,8 +20,8 @@ from .attention_operands import attention_operands
 from .launch import CORE, TILE, WARPGROUP, ceil_div
 from .streamed_product import Stacked, normed_rows, streamed_product, unsupported_rows, whole_rows
 
-MAX_NOPE = 1024
-"""What a program that multiplies with `k_b` has shared memory for."""
+MAX_NOPE = 704
+"""What a program that multiplies the most rows with `k_b` has shared memory for."""
 
 
 def unsupported(shape: LayersShape) -> str | None:

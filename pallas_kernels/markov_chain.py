@@ -16,8 +16,8 @@ from .row_argmax import NOT_FOUND, first_best, merged, order_keys, ordered, part
 REQUESTS = 8
 """Columns of such a product, and the most requests of the one launch: with 32 the launches per slot are faster."""
 
-SHARED_BYTES = 200 * 1024
-"""The most shared memory for a program's rows of `w2`; the rest of 227 KB is for what else it holds."""
+SHARED_BYTES = 223 * 1024
+"""The most shared memory for a program's rows of `w2`, their product and its operand; the rest of 227 KB is for what is small."""
 
 OPERAND = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 2 * WARP), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 """`[8, r]` with pairs of neighbours in a thread."""
@@ -42,6 +42,7 @@ def markov_chain(base_logits: jax.Array, anchor: jax.Array, w1: jax.Array, w2: j
 def fits_one_launch(num_gen: int, w2: jax.Array, programs: int) -> bool:
     """Whether `one_launch` takes these operands."""
     vocab_size, rank = w2.shape
+    rows = rows_per_program(vocab_size, programs)
     return (
         why_no_wgmma() is None
         and num_gen <= REQUESTS
@@ -49,7 +50,7 @@ def fits_one_launch(num_gen: int, w2: jax.Array, programs: int) -> bool:
         and rank % 64 == 0
         and vocab_size % CORE == 0
         and vocab_size >= TILE
-        and rows_per_program(vocab_size, programs) * rank * w2.dtype.itemsize <= SHARED_BYTES
+        and (rows * (rank + REQUESTS) + REQUESTS * rank) * w2.dtype.itemsize <= SHARED_BYTES
     )
 
 

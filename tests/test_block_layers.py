@@ -93,12 +93,14 @@ def test_a_product_of_each_group_fills_up_its_rows(two_stages):
 
 
 @on_a_cpu
-def test_a_residual_and_the_norm_behind_it():
+@pytest.mark.parametrize("rows", [16, 40])
+def test_a_residual_and_the_norm_behind_it(rows):
+    """With 40 rows an instruction has one chunk, and weight rows of the next."""
     rng = np.random.default_rng(2)
     (x, x64), (w, w64), (residual, residual64), (norm, norm64) = (
-        draw(rng, 16, 64),
+        draw(rng, rows, 64),
         draw(rng, 128, 64),
-        draw(rng, 16, 128),
+        draw(rng, rows, 128),
         draw(rng, 128),
     )
     (result,) = streamed_product(x, [w], residual=residual, next_norms=[norm], programs=8)
@@ -178,6 +180,22 @@ def test_attention_operands():
     assert_close(query[..., rank + 1 :: 2], re * sin + im * cos)
 
 
+def test_the_most_that_attention_operands_takes_fits_into_shared_memory(monkeypatch):
+    """Of rows and `qk_nope_head_dim`; with a tile more of the latter it would not."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    rows, rank, rope = streaming.MAX_ROWS, 512, 64
+
+    def lower(nope: int) -> None:
+        shapes = (rows, 2 * (nope + rope)), (rows, rank + rope), (rows,), (2, nope, rank), (rank,), (99, rope // 2), (99, rope // 2)
+        dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32
+        operands = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes)]
+        attention_operands.trace(*operands, eps=EPS).lower(lowering_platforms=("cuda",))
+
+    lower(kernels.MAX_NOPE)
+    with pytest.raises(ValueError, match="exceeds available shared memory"):
+        lower(kernels.MAX_NOPE + 64)
+
+
 def attend(layer: int, query: jax.Array, latents: jax.Array) -> jax.Array:
     """Attention over the block alone, other in every layer."""
     scores = jnp.einsum("bthd,bkd->bthk", query.astype(jnp.float32), latents.astype(jnp.float32)) * (0.05 + layer / 40)
@@ -243,7 +261,7 @@ def test_what_the_kernels_do_not_take_is_named(monkeypatch):
         "qk_rope_head_dim": 32,
         "v_head_dim": 4,
         "kv_lora_rank": 448,
-        "qk_nope_head_dim": 1088,
+        "qk_nope_head_dim": 768,
     }
     for field, value in wrong.items():
         config = dataclasses.replace(presets.K3_RANK, **{field: value})

@@ -67,6 +67,23 @@ def test_which_operands_it_takes():
     assert not fits(vocab=132 * 384 + 8), "w2 is larger than the shared memory of all programs"
 
 
+@pytest.mark.parametrize(("rank", "vocab"), [(64, 132 * 1536), (256, 132 * 384), (1536, 132 * 64)])
+def test_what_it_takes_fits_into_shared_memory(monkeypatch, rank, vocab):
+    """The most tokens of a rank, and one tile of rows per program more would be too many."""
+    operands = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((8, 2, vocab), jnp.float32), ((8,), jnp.int32), ((99, rank), jnp.bfloat16), ((vocab, rank), jnp.bfloat16)
+        )
+    ]  # fmt: skip
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(kernels, "multiprocessors", lambda: 132)
+    assert kernels.fits_one_launch(8, operands[3], 132)
+    lowered = jax.jit(kernels.markov_chain.__wrapped__).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("@mosaic_gpu_v2") == 1
+    assert not kernels.fits_one_launch(8, jax.ShapeDtypeStruct((vocab + 8, rank), jnp.bfloat16), 132)
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("B", "K", "vocab", "rank"),
