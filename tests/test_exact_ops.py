@@ -200,19 +200,21 @@ def test_a_changed_comparison_is_noticed():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("layout", ["layer_major", "page_major"])
-def test_torch_compile_writes_the_pool_in_place(layout):
+def test_torch_compile_writes_the_pool_in_place(layout, layer):
     """As the benchmark's peer it would otherwise be timed copying the pool, there and back."""
     from torch._inductor.utils import run_and_get_code  # takes seconds
 
     shape = (2, 40, 8, 16) if layout == "layer_major" else (40, 2, 8, 16)
     generator = torch.Generator().manual_seed(0)
     pool, latents = torch.randn(shape, generator=generator), torch.randn((5, 2, 16), generator=generator)
+    latents = latents if layer is None else latents[:, layer]
     pages, offsets = torch.tensor([3, 7, -1, 9, 3]), torch.tensor([0, 1, 2, 3, 0])
     expected = pool.clone()
-    write_latents(expected, latents, pages, offsets, layout)
+    write_latents(expected, latents, pages, offsets, layout, layer)
     torch.compiler.reset()
-    _, code = run_and_get_code(torch.compile(write_latents, dynamic=False), pool, latents, pages, offsets, layout)
+    _, code = run_and_get_code(torch.compile(write_latents, dynamic=False), pool, latents, pages, offsets, layout, layer)
     assert compare(pool, expected)
     buffers = re.findall(r"= empty_strided\w*\(\(([\d, ]+)\)", "\n".join(code))
     assert buffers

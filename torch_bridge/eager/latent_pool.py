@@ -40,8 +40,9 @@ def write_latents(
     offsets = torch.where(someone_writes, offsets[chosen], 0)
 
     def places(pages: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
-        # indices of the pool itself: into a view of it, `torch.compile` would copy the pool to write and copy it back
-        layers = slice(None) if layer is None else layer
+        # indices of the pool itself, a tensor for the layer as well: into a view of it, as a number makes one, `torch.compile`
+        # would copy the pool to write and copy it back
+        layers = slice(None) if layer is None else torch.full_like(pages, layer)
         return (layers, pages, offsets) if layout == "layer_major" else (pages, layers, offsets)
 
     latents = latents[chosen]
