@@ -356,9 +356,9 @@ class StepOptions:
             raise ValueError(f"StepOptions: force is {self.force}, expected a finite number >= 0 (0 = off)")
         if self.sampling and self.force:
             raise ValueError(f"StepOptions: force is {self.force} and sampling is on: an acceptance is drawn or forced")
-        for backend in (self.backend, self.float_backend):
-            if backend not in ("auto", None):
-                check_backend(backend)
+        check_backend(self.backend, "StepOptions: backend", "auto")
+        if self.float_backend is not None:
+            check_backend(self.float_backend, "StepOptions: float_backend")
 
     @property
     def prefill_backend(self) -> str:

@@ -19,10 +19,16 @@ class BackendUnavailable(RuntimeError):
     """The requested backend cannot run this op on this machine; the message says why and what to do."""
 
 
-def check_backend(backend: str) -> None:
-    """Raises ValueError for an unknown name; asks nothing of the machine, so that JAX need not have looked at it yet."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r}, expected one of {', '.join(get_args(Backend))}")
+def check_backend(backend: str, field: str = "backend", *others: str) -> None:
+    """Raises ValueError for an unknown name; asks nothing of the machine, so that JAX need not have looked at it yet.
+
+    Args:
+        field: whose value it is.
+        others: what that may be besides.
+    """
+    known = (*others, *get_args(Backend))
+    if backend not in known:
+        raise ValueError(f"{field} is {backend!r}, expected one of {', '.join(known)}")
 
 
 def why_unavailable(backend: str) -> str | None:
