@@ -182,8 +182,8 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
             if figures[name].error:
                 continue
             with _noting(figures[name]):
-                _call(variant, 1)  # the calls before were another variant's, which are not what a caller's next one follows
-                wall[name].append(seconds_of(functools.partial(_call, variant, calls)) / calls / variant.steps)
+                repeat(variant, 1)  # the calls before were another variant's, which are not what a caller's next one follows
+                wall[name].append(seconds_of(functools.partial(repeat, variant, calls)) / calls / variant.steps)
                 if variant.device_seconds is not None:
                     device[name].append(variant.device_seconds(calls) / calls / variant.steps)
     for name, variant in variants.items():
@@ -215,7 +215,8 @@ def measure(
     return figures
 
 
-def _call(variant: Variant, calls: int) -> None:
+def repeat(variant: Variant, calls: int) -> None:
+    """That many calls back to back, waited for."""
     result = None
     for _ in range(calls):
         result = variant.run()
@@ -226,7 +227,7 @@ def _profile(variants: dict[str, Variant], figures: dict[str, Figures], calls: i
     """Add what a profile of the variants says to their figures."""
     # a single call of many steps says it all
     calls_of = {name: max(1, calls // variant.steps) for name, variant in variants.items()}
-    runs = [functools.partial(_call, variant, calls_of[name]) for name, variant in variants.items()]
+    runs = [functools.partial(repeat, variant, calls_of[name]) for name, variant in variants.items()]
     for (name, variant), whole in zip(variants.items(), profile_calls(runs, 1, lambda _: None), strict=True):
         calls = calls_of[name]
         of_variant, steps = figures[name], calls * variant.steps

@@ -26,7 +26,7 @@ from ..config import StepOptions
 from ..paths import overlap_mechanism, step_paths
 from ..step import StepInputs
 from .bookkeeping import Carried
-from .clock import Variant, compile_all, or_raise, seconds_of
+from .clock import Variant, compile_all, or_raise, repeat, seconds_of
 from .parts import torch_side
 from .profile import DeviceEvent, profile_calls
 from .scale import FULL, Cell, Scale, draw_inputs, filled_state
@@ -111,14 +111,6 @@ def row_of(
         beside_on_us=beside[True][0] / steps / 1e3,
         partners={name: ns / steps / 1e3 for name, ns in longest},
     )  # fmt: skip
-
-
-def repeat(variant: Variant, times: int) -> None:
-    """That many calls, waited for."""
-    result = None
-    for _ in range(times):
-        result = variant.run()
-    variant.wait(result)
 
 
 def measured(scale: Scale, batches: Sequence[int], *, seed: int, rounds: int) -> Iterator[Row]:
