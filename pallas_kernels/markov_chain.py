@@ -17,7 +17,7 @@ REQUESTS = 8
 """Columns of such a product, and the most requests of the one launch: with 32 the launches per slot are faster."""
 
 SHARED_BYTES = 223 * 1024
-"""The most shared memory for a program's rows of `w2`, their product and its operand; the rest of 227 KB is for what is small."""
+"""The most shared memory for a program's rows of `w2`, their product and its operand; little else is in the 227 KB."""
 
 OPERAND = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, 2 * WARP), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 """`[8, r]` with pairs of neighbours in a thread."""

@@ -186,7 +186,8 @@ def test_the_most_that_attention_operands_takes_fits_into_shared_memory(monkeypa
     rows, rank, rope = streaming.MAX_ROWS, 512, 64
 
     def lower(nope: int) -> None:
-        shapes = (rows, 2 * (nope + rope)), (rows, rank + rope), (rows,), (2, nope, rank), (rank,), (99, rope // 2), (99, rope // 2)
+        table = (99, rope // 2)
+        shapes = (rows, 2 * (nope + rope)), (rows, rank + rope), (rows,), (2, nope, rank), (rank,), table, table
         dtypes = jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32
         operands = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes)]
         attention_operands.trace(*operands, eps=EPS).lower(lowering_platforms=("cuda",))
