@@ -24,6 +24,14 @@ def _clear(ctx_len: jax.Array, slots: jax.Array) -> jax.Array:
     return ctx_len.at[slots].set(0)
 
 
+def _expect_several(method: str, request_ids: Iterable[RequestId]) -> None:
+    """A string is an id, not several: its letters would be taken for unknown ones."""
+    if isinstance(request_ids, str | bytes):
+        raise TypeError(
+            f"RequestSlots.{method}: request_ids is {request_ids!r}, expected several ids: {method}([{request_ids!r}])"
+        )
+
+
 class RequestSlots:
     """Maps request ids to slots of a `DecodeState`, first free slot first.
 
@@ -53,6 +61,7 @@ class RequestSlots:
 
     def slots(self, request_ids: Sequence[RequestId]) -> np.ndarray:
         """`[len(request_ids)]` int32, the dummy slot for every id without one. Raises ValueError for a repeated id."""
+        _expect_several("slots", request_ids)
         held = [request_id for request_id in request_ids if request_id in self._slot_of]
         if len(set(held)) != len(held):
             raise ValueError(f"RequestSlots: request ids {list(request_ids)!r} name a request twice in one batch")
@@ -94,6 +103,7 @@ class RequestSlots:
 
     def finish(self, request_ids: Iterable[RequestId]) -> None:
         """Give the slots of finished requests back; unknown ids are ignored. `clear` must follow before the next step."""
+        _expect_several("finish", request_ids)
         for request_id in request_ids:
             slot = self._slot_of.pop(request_id, None)
             self._stored.pop(request_id, None)

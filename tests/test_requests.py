@@ -113,3 +113,11 @@ def test_a_late_clear_does_not_undo_a_prefill(requests):
     assert requests.admit_chunk("b", 0, 5, 32) == 0
     state = dataclasses.replace(state, ctx_len=jnp.array([5, 0, 0, 0], jnp.int32))  # b's prefill store
     assert requests.clear(state).ctx_len.tolist() == [5, 0, 0, 0]
+
+
+def test_one_id_is_not_several(requests):
+    requests.admit_generation("a")
+    for method in (requests.finish, requests.slots):
+        with pytest.raises(TypeError, match=rf"{method.__name__}: request_ids is 'a', .* {method.__name__}\(\['a'\]\)"):
+            method("a")
+    assert "a" in requests
