@@ -16,7 +16,7 @@ from .ops.backends import FloatBackends
 from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.safety import safe_block_counts, safe_slots
 from .params import DrafterParams
-from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, pinned_jit, split
+from .state import Changing, DecodeState, check_offsets, check_state, device_of, joined, name_divided, pinned_jit, split
 
 SMALLEST_BUCKET = 16
 
@@ -146,7 +146,10 @@ def store_prefill_context(
     length = token_bucket(num_tokens)
     padded = (_padded(captured, length, 0), _padded(positions, length, 0), _padded(rows, length, -1))
     changing, constant = split(state)
-    changing = jitted_store(device_of(state), backend, float_backend)(
-        params, changing, constant, *padded, slots, encoded_offsets
-    )
+    jitted = jitted_store(device_of(state), backend, float_backend)
+    try:
+        changing = jitted(params, changing, constant, *padded, slots, encoded_offsets)
+    except ValueError:
+        name_divided(call, params=params, captured=captured, positions=positions, rows=rows, encoded_offsets=encoded_offsets)
+        raise
     return joined(changing, constant)

@@ -74,6 +74,17 @@ def pinned_jit(function: Callable[..., Any], device: SingleDeviceSharding | None
     return jax.jit(function, **placement, **options)
 
 
+def name_divided(caller: str, **operands: Any) -> None:
+    """Raise for the first array that is divided among devices: what a compiled call of one device says names none."""
+    for name, operand in operands.items():
+        for path, array in jax.tree_util.tree_leaves_with_path(operand):
+            if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not array.is_fully_replicated:
+                raise ValueError(
+                    f"{caller}: {name}{jax.tree_util.keystr(path)} is divided among {len(array.sharding.device_set)} devices,"
+                    " expected it whole on the state's device: jax.device_put(array, device)"
+                )
+
+
 def pool_shape(config: DrafterConfig, geometry: Geometry) -> tuple[int, int, int, int]:
     """The latent pool's shape in the geometry's layout."""
     layers, pages = config.num_hidden_layers, geometry.num_pages

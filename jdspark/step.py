@@ -31,7 +31,18 @@ from .ops.checks import FLOATS, INTEGERS, expect
 from .ops.row_argmax import row_argmax
 from .params import Array, DrafterParams
 from .paths import overlap_mechanism, step_compiler_options, step_paths, why_no_overlap
-from .state import Changing, DecodeState, check_alive, check_offsets, check_state, device_of, joined, pinned_jit, split
+from .state import (
+    Changing,
+    DecodeState,
+    check_alive,
+    check_offsets,
+    check_state,
+    device_of,
+    joined,
+    name_divided,
+    pinned_jit,
+    split,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -319,7 +330,11 @@ class DecodeStep:
             self._compiler_options[key] = self._options_for(params, inputs)
         changing, constant = split(state)
         jitted = self._jitted_for(state, self._compiler_options[key], traced or any_traced(leaves))
-        outputs, changing = jitted(params, changing, constant, inputs)
+        try:
+            outputs, changing = jitted(params, changing, constant, inputs)
+        except ValueError:
+            name_divided("decode step", params=params, inputs=inputs)
+            raise
         return outputs, joined(changing, constant)
 
     def lower(self, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:

@@ -2,7 +2,11 @@
 
 import dataclasses
 import gc
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -503,3 +507,47 @@ def test_switches_change_no_bit(params, geometry, target, state):
     for outputs, after in results[1:]:
         for ours, theirs in zip(jax.tree.leaves((outputs, after)), jax.tree.leaves(results[0])):
             assert compare(ours, theirs)
+
+
+DIVIDED = """
+import dataclasses, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jdspark import Geometry, init_state, make_decode_step, store_prefill_context
+from jdspark.presets import TINY, random_drafter
+from torch_bridge.whole_step import ScriptedTarget
+
+geometry = Geometry(max_batch=2, max_draft_len=7, page_size=8, num_pages=16, max_blocks_per_seq=8, max_ctx=48)
+params, state = random_drafter(TINY, 0, dtype="float32"), init_state(TINY, geometry, dtype="float32")
+target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
+target.grow(0, 36)
+mesh = jax.make_mesh((2,), ("tp",))
+divided = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "tp")))
+inputs, prompt = target.step_inputs(np.zeros((1, 7), np.int32), [0]), target.prompt(0, 0, 8)
+step = make_decode_step(TINY, geometry)
+for call in (
+    lambda: step(params, state, dataclasses.replace(inputs, logits=divided(inputs.logits))),
+    lambda: step(dataclasses.replace(params, lm_head=divided(params.lm_head)), state, inputs),
+    lambda: store_prefill_context(params, state, **prompt | {"captured": divided(prompt["captured"])}),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+step(params, state, inputs)
+"""
+
+
+def test_an_operand_that_is_divided_among_devices_is_named():
+    """In a process with two devices; the state survives."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", DIVIDED], capture_output=True, text=True, check=False, env=environment,
+        cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    what = "is divided among 2 devices, expected it whole on the state's device: jax.device_put(array, device)"
+    assert done.stdout.splitlines() == [
+        f"decode step: inputs.logits {what}",
+        f"decode step: params.lm_head {what}",
+        f"store_prefill_context: captured {what}",
+    ]
