@@ -113,8 +113,8 @@ def test_a_variant_that_raises_stops_no_other():
     calls = []
 
     def late():
-        calls.append("late")
-        if calls.count("late") == 3:
+        calls.append(None)
+        if len(calls) == 3:
             raise ValueError("the third call")
 
     def never():
@@ -126,8 +126,7 @@ def test_a_variant_that_raises_stops_no_other():
         "late": lambda: Variant(late, wait),
         "sound": lambda: Variant(lambda: None, wait, steps=4, device_seconds=lambda calls: 8e-6 * calls, device_clock="events"),
     }
-    figures = measure(build, rounds=3, calls=2, profiled_calls=0, prepared=lambda: calls.append("prepared"))
-    assert calls[:3] == ["late", "prepared", "late"], "built and called once ahead of it"
+    figures = measure(build, rounds=3, calls=2, profiled_calls=0)
     assert figures["unbuilt"].error == "TypeError: not built"
     assert figures["late"].error == "ValueError: the third call"
     assert figures["late"].wall_us is None
@@ -140,7 +139,7 @@ def test_figures_of_a_profile_are_per_step(monkeypatch):
     """One variant with a flush ahead of each call, one whose calls are loops of many steps, one that the profile lost."""
     wait, ran = lambda _: None, []
     build = {
-        "part": lambda: Variant(lambda: ran.append("part"), wait, skip=1),
+        "part": lambda: Variant(lambda: ran.append("part"), wait, skip=1, note="copies the pool"),
         "loop": lambda: Variant(lambda: ran.append("loop"), wait, steps=5, one_dispatch=True),
         "lost": lambda: Variant(lambda: ran.append("lost"), wait),
     }
@@ -155,7 +154,7 @@ def test_figures_of_a_profile_are_per_step(monkeypatch):
 
     flushed = ((0, 50), (50, 6), (60, 10))
     monkeypatch.setattr("jdspark.bench.clock.profile_calls", profiled)
-    figures = measure(build, rounds=1, calls=1, profiled_calls=4, prepared=lambda: None)
+    figures = measure(build, rounds=1, calls=1, profiled_calls=4)
     part, loop, lost = (figures[name] for name in build)
     assert (part.device_us, part.device_clock) == (pytest.approx(0.020), "profile")
     assert part.kernel_us == pytest.approx(0.016)
@@ -169,9 +168,9 @@ def test_figures_of_a_profile_are_per_step(monkeypatch):
         raise RuntimeError("the trace has 0 marked segments, expected 3")
 
     monkeypatch.setattr("jdspark.bench.clock.profile_calls", unreadable)
-    figures = measure(build, rounds=1, calls=1, profiled_calls=4, prepared=lambda: None)
+    figures = measure(build, rounds=1, calls=1, profiled_calls=4)
     assert figures["loop"].device_us == figures["loop"].wall_us > 0
-    assert figures["part"].note.startswith("no profile: RuntimeError: the trace has 0 marked segments")
+    assert figures["part"].note.startswith("copies the pool; no profile: RuntimeError: the trace has 0 marked segments")
     assert figures["part"].failed
     assert not lost.failed
 
@@ -473,6 +472,10 @@ def test_without_time_the_rows_say_so():
     rows = list(parts.bookkeeping_rows(run, scale.bookkeeping))
     assert {row.name: row.left_out for row in rows}["jax xla"] == parts.NO_TIME
     assert all(row.left_out for row in rows)
+    for function in (lambda run: parts.bookkeeping_rows(run, scale.bookkeeping), parts.part_rows):
+        deadline = Deadline(60.0)  # which is over when it is the job's turn
+        run = Run(scale, False, 1e9, 0, deadline, lambda deadline=deadline: deadline.restart(0.0))
+        assert all(row.left_out for row in function(run))
     pace = parts.Pace(Deadline(100.0))
     assert pace.fits()
 
@@ -515,7 +518,12 @@ def test_a_job_in_its_own_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, script))
     first, last = command.run_jobs(arguments(), [JOB], 1e9, Deadline(0.5), together=1)
     assert first == row
-    assert last.figures.error == "RuntimeError: ended past the time limit"
+    assert (last.left_out, last.figures.failed) == (command.ENDED, False)
+    script = f"echo '{line}'\necho {command.READY}\nsleep 60 & sleep 60"
+    monkeypatch.setattr(command.sys, "executable", fake_python(tmp_path, script))
+    found = list(command.run_jobs(arguments(), [JOB] * 2, 1e9, Deadline(0.5), together=2))
+    assert found[0] == found[2] == row, "of the second job as well, whose turn never came"
+    assert [found[1].left_out, found[3].left_out] == [command.ENDED, parts.NO_TIME]
     (row,) = command.run_jobs(arguments(), [JOB], 1e9, Deadline(0.0), together=1)
     assert row.left_out == parts.NO_TIME
 
@@ -538,21 +546,14 @@ def test_jobs_prepare_side_by_side_and_measure_in_turn(tmp_path, monkeypatch):
     assert (tmp_path / "cache").read_text().splitlines()[-1] == "of the user"
 
 
-def test_what_torch_compiles_is_built_ahead_of_a_job_s_turn(monkeypatch):
-    """It takes half a minute each, side by side with the other jobs'; all other variants are built when it is their turn."""
-    order = []
-    monkeypatch.setattr(parts, "measure", lambda build, prepared, **_: order.append("measure") or prepared() or {})
-    for compiled_torch, expected in ((True, ["measure", "turn"]), (False, ["turn", "measure", "turn"])):
-        order.clear()
-        run = Run(dataclasses.replace(SMALL, rounds=1), False, 1e9, 0, Deadline(60.0), lambda: order.append("turn"))
-        list(parts.bookkeeping_rows(run, [CELL], compiled_torch=compiled_torch))
-        assert order == expected
-
-
 def test_variants_that_a_scale_leaves_out():
     scale = dataclasses.replace(SMALL, steps_left_out=frozenset(whole_step.MAIN) - {"jax plain"}, rounds=1)
     rows = list(parts.step_rows(Run(scale, False, 1e9, 0, Deadline(60.0))))
-    assert {row.name for row in rows if row.name.startswith("jax")} == {"jax plain"}
+    of_jax = {row.name: row for row in rows if row.name.startswith("jax")}
+    assert set(of_jax) == set(whole_step.MAIN)
+    assert [name for name, row in of_jax.items() if not row.left_out] == ["jax plain"]
+    assert of_jax["jax fused"].left_out == parts.LONG_TO_TRACE
+    assert of_jax["jax plain"].figures.wall_us > 0
     assert QUICK.steps_left_out == {"jax fused, pallas"}
 
 
@@ -680,7 +681,8 @@ def test_every_cell_is_in_one_job():
     assert [(job.part, job.cell) for job in without_cells] == [("parts", Cell(0, 0)), ("compile", Cell(0, 0))]
     for job in without_cells:
         (row,) = PARTS[job.part][1](Run(job.scale, True, 1e9, 0, Deadline(9.0)))
-        assert row.left_out == parts.FULL_RUN
+        assert row.left_out.startswith(parts.FULL_RUN)
+        assert job.empty
     assert command.QUICK_LIMIT + command.GRACE < 120, "two minutes, whatever the jobs do"
 
 

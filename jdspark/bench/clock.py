@@ -61,6 +61,10 @@ class Figures:
     error: str = ""
     note: str = ""
 
+    def add_note(self, note: str) -> None:
+        """Beside the one that is there."""
+        self.note = "; ".join(filter(None, [self.note, note]))
+
     @property
     def failed(self) -> bool:
         """Whether something of it broke: a variant, or the profile of its cell, without which its times by the clock stand."""
@@ -201,16 +205,13 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
             _profile(sound, figures, profiled_calls)
         except Exception as error:  # the times by the clock stand without it
             for name in sound:
-                figures[name].note = NO_PROFILE + describe(error)
+                figures[name].add_note(NO_PROFILE + describe(error))
 
 
-def measure(
-    build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int, prepared: Callable[[], None]
-) -> dict[str, Figures]:
-    """Build all variants, call `prepared`, then `in_turn`."""
+def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int, profiled_calls: int) -> dict[str, Figures]:
+    """Build all variants, then `in_turn`."""
     figures = {name: Figures() for name in build}
     variants = {name: variant for name, function in build.items() if (variant := built(function, figures[name])) is not None}
-    prepared()
     in_turn(variants, figures, rounds=rounds, calls=calls, profiled_calls=profiled_calls)
     return figures
 
@@ -232,7 +233,7 @@ def _profile(variants: dict[str, Variant], figures: dict[str, Figures], calls: i
         calls = calls_of[name]
         of_variant, steps = figures[name], calls * variant.steps
         if not whole.events:
-            of_variant.note = "the profile has nothing of it"
+            of_variant.add_note("the profile has nothing of it")
             continue
         segment = whole.without_head(calls, variant.skip)
         of_variant.kernel_us = segment.kernel_us(steps)

@@ -39,6 +39,7 @@ LIMIT, QUICK_LIMIT = 1800.0, 100.0
 """Seconds, by default."""
 GRACE = 15.0
 """Seconds past the limit after which what still runs is ended."""
+ENDED = "still running past the time limit, and ended"
 TAG, READY = "bench-row ", "bench-ready"
 """What a job's process writes: a row, and that it is prepared."""
 
@@ -49,7 +50,9 @@ MOST_TOGETHER = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `jdspark bench`."""
-    parser.add_argument("--quick", action="store_true", help="one request, bookkeeping and whole step, in two minutes on a GPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="one request, no parts, in two minutes on a GPU"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)} (default: all)")
     limits = f"for everything (default {LIMIT:.0f}, {QUICK_LIMIT:.0f} with --quick)"
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=limits)
@@ -168,9 +171,12 @@ def run_jobs(
 
     What XLA found out about its products goes from one job to the next through a folder of JAX's persistent cache.
     """
+    for job in jobs:
+        if job.empty:  # its row says why
+            yield from guarded(Run(job.scale, True, bandwidth, args.seed, deadline), job.part)
     with tempfile.TemporaryDirectory(prefix="jdspark-bench-", ignore_cleanup_errors=True) as folder:
         environment = {"JAX_COMPILATION_CACHE_DIR": folder, **os.environ}
-        for batch in itertools.batched(enumerate(jobs), together):
+        for batch in itertools.batched(((number, job) for number, job in enumerate(jobs) if not job.empty), together):
             processes = []
             if deadline.left():
                 print(f"preparing {len(batch)} of {len(jobs)} jobs", flush=True)
@@ -179,6 +185,8 @@ def run_jobs(
                 for process in processes:
                     process.prepare()
                 for position, (_, job) in enumerate(batch):
+                    if processes:
+                        yield from processes[position].early
                     if deadline.left():
                         yield from processes[position].rows()
                     else:
@@ -206,7 +214,8 @@ class JobProcess:
         )  # fmt: skip
         self._timer = threading.Timer(deadline.left() + GRACE, self._kill)
         self._timer.start()
-        self._early: list[Row] = []
+        self.early: list[Row] = []
+        """Rows from before the job's turn."""
         self._last: list[str] = []
 
     def _kill(self) -> None:
@@ -229,18 +238,20 @@ class JobProcess:
         for text in self._lines():
             if text.startswith(READY):
                 return
-            self._early.append(row_of(text))
+            self.early.append(row_of(text))
 
     def rows(self) -> Iterator[Row]:
-        """The job's turn: its rows, and one that says so if it did not end well."""
-        yield from self._early
+        """The job's turn: its rows from then on, and one that says so if it did not end well or by itself."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{self._deadline.left()}\n")
             self._process.stdin.close()
         yield from map(row_of, self._lines())
-        if code := self._process.wait():
-            ended = "ended past the time limit" if code == -signal.SIGKILL else f"exit status {code}: {' | '.join(self._last)}"
+        code = self._process.wait()
+        if code == -signal.SIGKILL and not self._deadline.left():
+            yield Row(self._job.part, "all", *self._job.cell, 0, left_out=ENDED)
+        elif code:
+            ended = f"exit status {code}: {' | '.join(self._last)}"
             yield Row(self._job.part, "all", *self._job.cell, 0, Figures(error=describe(RuntimeError(ended))))
 
     def end(self) -> None:

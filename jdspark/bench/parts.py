@@ -33,7 +33,8 @@ FLUSHED_BYTES = 1 << 30
 INTERPRETER = "without a GPU this would time an interpreter"
 NO_TIME = "the time limit was near"
 ONE_CONTEXT = "its launches stay outside of command buffers, whatever the context"
-FULL_RUN = "measured in a full run on a GPU only"
+FULL_RUN = "it takes a full run"
+LONG_TO_TRACE = "it takes the longest to trace"
 FIRST_LOOK = "a first look, by itself"
 """The note of a row that the same row replaces once all variants of its cell have run in turn."""
 
@@ -48,7 +49,8 @@ class Row:
     """One line of the result."""
 
     part: str
-    """`bookkeeping`, `bookkeeping and acceptance`, `torch.compile`, `step`, or `part` for one part of a step."""
+    """`bookkeeping`, `bookkeeping and acceptance`, `torch.compile`, `step`, or `part` for one part of a step; in a row about a
+    whole job what `--parts` calls it."""
     name: str
     """The variant; of a part: its name and backend."""
     B: int
@@ -119,9 +121,7 @@ class Run:
     ) -> Iterator[Row]:
         """Rows of one cell: what is measured, with so many calls of each variant back to back, then what is not."""
         scale = self.scale
-        figures = measure(
-            build, rounds=scale.rounds, calls=calls, profiled_calls=scale.profiled_calls, prepared=self.turn
-        )  # fmt: skip
+        figures = measure(build, rounds=scale.rounds, calls=calls, profiled_calls=scale.profiled_calls)
         for name, of_variant in figures.items():
             yield Row(part, name, *cell, columns, of_variant, at_s=self.deadline.passed())
         yield from unmeasured(part, cell, columns, left_out)
@@ -266,9 +266,12 @@ def bookkeeping_rows(
                 if name not in left_out | elsewhere(cell)
             }
         )
-        if not compiled_torch:  # that compiles as it is built
-            run.turn()
+        run.turn()
         for cell in group:
+            if not run.deadline.left():
+                left = no_time([*torch_names, *jax_names], elsewhere(cell) | left_out)
+                yield from unmeasured(part, cell, columns[cell], left)
+                continue
             of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
             build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
             # a call is hundreds of steps
@@ -300,15 +303,15 @@ def step_rows(run: Run) -> Iterator[Row]:
         of_torch = {True: side.MAIN_STEPS, False: tuple(name for name in side.STEPS if name not in side.MAIN_STEPS)}
     for cell, main in [*((cell, True) for cell in scale.step), *((cell, False) for cell in scale.every_step)]:
         options = whole_step.MAIN if main else whole_step.OTHERS
-        options = {name: of_name for name, of_name in options.items() if name not in scale.steps_left_out}
-        left_out = {name: reason for name in of_torch[main] if (reason := side.unavailable(name))}
+        left_out = {name: LONG_TO_TRACE for name in options if name in scale.steps_left_out}
+        left_out |= {name: reason for name in of_torch[main] if (reason := side.unavailable(name))}
         for name, of_name in options.items():
             for backend in whole_step.backends_of(of_name):
                 if reason := run.unavailable(backend):
                     left_out[name] = reason
         geometry = scale.geometry(cell)
         names = [*of_torch[main], *options]
-        if run.deadline.left() <= min(took.get(name, 0.0) for name in names):
+        if run.deadline.left() <= min((took.get(name, 0.0) for name in names if name not in left_out), default=0.0):
             yield from unmeasured("step", cell, geometry.max_blocks_per_seq, no_time(names, left_out))
             continue
         work = StepCell(run, cell, geometry, params, torch_params)
@@ -403,6 +406,8 @@ class StepCell:
             note = "; ".join(filter(None, [figures[name].note, FIRST_LOOK]))
             yield row(name, figures=dataclasses.replace(figures[name], note=note))
         variants = {name: variant for name, variant in variants.items() if not figures[name].error}
+        if not self.run.deadline.left():  # the first looks stand
+            return
         in_turn(variants, figures, rounds=scale.rounds, calls=scale.step_calls, profiled_calls=scale.profiled_calls)
         for name in variants:
             yield row(name, figures=figures[name])
@@ -448,6 +453,9 @@ def part_rows(run: Run) -> Iterator[Row]:
             }
         )
         run.turn()
+        if not run.deadline.left():
+            yield from unmeasured("part", cell, columns, no_time(names, not_run))
+            continue
         compiled = compile_all(traced, workers=1)
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
         for row in run.measured("part", cell, columns, build, not_run, calls=scale.calls):
@@ -461,7 +469,7 @@ def part_rows(run: Run) -> Iterator[Row]:
 def compiled_rows(run: Run) -> Iterator[Row]:
     """Rows of `torch.compile`, on a GPU only: nothing about it would carry over from a CPU."""
     if not run.scale.compiled:
-        yield Row("torch.compile", "all", 0, 0, 0, left_out=FULL_RUN)
+        yield Row("torch.compile", "all", 0, 0, 0, left_out=FULL_RUN + ", on a GPU")
         return
     yield from bookkeeping_rows(run, run.scale.compiled, compiled_torch=True)
 
@@ -485,6 +493,11 @@ class Job:
     """With these cells only."""
     cell: Cell
     """The first of them; zeros if there is none."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no cell, and all that the job has to say is why."""
+        return self.cell == Cell(0, 0)
 
 
 def jobs_of(scale: Scale, chosen: Sequence[str]) -> list[Job]:

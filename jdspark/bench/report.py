@@ -12,7 +12,7 @@ from .parts import Row
 
 TITLES = {
     "bookkeeping": "bookkeeping of a step, from the accepted tokens to the block's write, products ready-made",
-    "bookkeeping and acceptance": "the same with acceptance ahead of it and the next tokens behind it",
+    "bookkeeping and acceptance": "bookkeeping with acceptance ahead of it and the next tokens behind it",
     "torch.compile": "the eager chain under torch.compile, and its peers again",
     "step": "whole step",
     "part": "parts of the step",
