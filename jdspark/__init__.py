@@ -8,7 +8,7 @@ from .pages import PageAllocator, PageError
 from .params import DrafterParams, LayerParams
 from .prefill import store_prefill_context
 from .requests import RequestSlots
-from .sampling import SamplingParams
+from .sampling import SamplingParams, row_sampling
 from .state import DecodeState, init_state
 from .step import DecodeStep, StepInputs, StepOutputs, make_decode_step
 from .target import Target
@@ -43,6 +43,7 @@ __all__ = [
     "init_state",
     "load_drafter",
     "make_decode_step",
+    "row_sampling",
     "save_drafter",
     "store_prefill_context",
 ]

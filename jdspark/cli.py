@@ -46,11 +46,11 @@ def describe_backends() -> dict[str, str]:
         described[backend] = f"not available: {reason}" if reason else "available"
     if not on_gpu:
         described["pallas"] += " (no GPU: runs in the Mosaic GPU interpreter, slowly)"
-    described["torch eager"] = "available" if torch else "not available: torch is not installed (pip install 'jdspark[torch]')"
+    described["torch eager"] = "available" if torch else "not available: torch is not installed (pip install -e '.[torch]')"
     if torch and triton:
         described["torch triton"] = "available" if on_gpu else "available (no GPU: with TRITON_INTERPRET=1, slowly)"
     else:
-        described["torch triton"] = "not available: torch and triton are not installed (pip install 'jdspark[torch]')"
+        described["torch triton"] = "not available: torch and triton are not installed (pip install -e '.[torch]')"
     return described
 
 

@@ -207,6 +207,9 @@ def _parse_config(config_json: Mapping[str, Any]) -> DrafterConfig:
     for name, why in REFUSED_SWITCHES.items():
         if any(_switch(name, place.get(name), False) for _, place in fields.places):
             raise ConfigError(f"{name} is true: {why}")
+    if fields.top_level("kv_lora_rank") is None:
+        model = _shown(fields.top_level("model_type"))
+        raise ConfigError(f"kv_lora_rank is missing (model_type {model}): only drafters with multi-head latent attention load")
     hidden_act = fields.top_level("hidden_act")
     if hidden_act not in (None, "silu"):
         raise ConfigError(f"hidden_act is {hidden_act!r}, only 'silu' is supported")
@@ -341,7 +344,7 @@ class StepOptions:
     """Backend of the floating-point ops (`FloatBackends`, and the Markov chain with its product) if not `backend`'s choice.
     `"triton"` runs every one of them from the source that the torch twin launches: the two steps then agree in every bit."""
     force: float = 0.0
-    """Forced acceptance length, for measurements only (see `accept_strict`)."""
+    """Accepted drafts per step on average, forced, for measurements only (see `accept_strict`)."""
     sampling: bool = False
     """Rejection acceptance and drawn drafts, instead of greedy ones: the step then needs `StepInputs.sampling` and
     `draft_probabilities`."""

@@ -202,7 +202,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'jdspark[cli]'") from None
+        raise ValueError("--plot needs matplotlib: pip install -e '.[cli]'") from None
     kinds = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds or not path.parent.is_dir():
         raise ValueError(f"--plot {path}: expected a file in an existing folder that ends in one of {', '.join(sorted(kinds))}")

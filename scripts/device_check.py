@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 GROUPS = (
     "accept_strict", "markov_chain", "prepare_step", "store_gen_context", "store_prepared,next_tokens",
     "scatter_context,gen_prologue", "write_block_latents", "block_placement,advance_ctx_len",
@@ -32,6 +34,8 @@ def main() -> int:
     parser.add_argument("--total", type=float, default=530, help="seconds for everything; op times that are done stay")
     parser.add_argument("--skip", default="", help="comma-separated, of parity, tests, steps, times, overlap")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU visible to torch, and everything here needs one")
     args.out.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
     skipped = set(args.skip.split(","))

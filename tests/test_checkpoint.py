@@ -144,6 +144,10 @@ def test_rope_scaling_is_the_older_name():
         ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
         ({"markov_rank": -1}, "markov_rank is -1"),
         ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        (
+            {"kv_lora_rank": None, "qk_rope_head_dim": None, "model_type": "qwen3"},
+            r"\(model_type 'qwen3'\): only drafters with multi-head latent attention load",
+        ),
         ({"q_lora_rank": 1.5}, "q_lora_rank is 1.5, expected an integer"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63, expected an even number"),
         ({"mask_token_id": None}, "mask_token_id is missing"),

@@ -405,6 +405,8 @@ def test_the_step_and_its_inputs_must_agree_about_sampling(params, geometry, ste
         step(params, state, dataclasses.replace(sampled, draft_probabilities=None))
     with pytest.raises(ValueError, match=r"sampling\.temperature has shape \[3\], expected \[rows=4\]"):
         step(params, state, dataclasses.replace(sampled, sampling=rows(3)))
+    with pytest.raises(TypeError, match=r"sampling is a SamplingParams, expected a RowSampling, .* jdspark\.row_sampling"):
+        step(params, state, dataclasses.replace(sampled, sampling=SamplingParams(0.8)))
     assert not state.pool.is_deleted()
     assert {"accept_sampled", "sampled_chain"} < set(step.explain(params, 3))
 

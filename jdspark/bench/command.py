@@ -50,9 +50,7 @@ MOST_TOGETHER = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `jdspark bench`."""
-    parser.add_argument(
-        "--quick", action="store_true", help="one request, no parts, in two minutes on a GPU"
-    )
+    parser.add_argument("--quick", action="store_true", help="one request, no parts, in two minutes on a GPU")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma-separated, of {', '.join(PARTS)} (default: all)")
     limits = f"for everything (default {LIMIT:.0f}, {QUICK_LIMIT:.0f} with --quick)"
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=limits)
@@ -104,7 +102,7 @@ def run_bench(args: argparse.Namespace, scale: Scale | None = None) -> int:
     if not limit > 0:
         raise ValueError(f"--limit is {limit}, expected more than 0 seconds")
     if importlib.util.find_spec("rich") is None:
-        raise ValueError("the tables need rich: pip install 'jdspark[cli]'")
+        raise ValueError("the tables need rich: pip install -e '.[cli]'")
     if args.json is not None and not args.json.parent.is_dir():
         raise ValueError(f"--json: {args.json.parent} is not a folder")
     if args.plot is not None:

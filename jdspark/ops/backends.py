@@ -39,7 +39,7 @@ def why_unavailable(backend: str) -> str | None:
             return f"Triton kernels inside JAX need an NVIDIA GPU, and JAX runs on {jax.default_backend()} here"
         for package in ("triton", "jax_triton"):
             if importlib.util.find_spec(package) is None:
-                return f"{package} is not installed (pip install 'jdspark[gpu]')"
+                return f"{package} is not installed (pip install -e '.[gpu]')"
     if backend == "pallas" and jax.default_backend() == "gpu":
         capability = compute_capability()
         if capability is None or capability < 9:

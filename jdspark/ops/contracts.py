@@ -190,6 +190,11 @@ def filtered_probabilities(logits: Any, temperature: Any, top_k: Any, top_p: Any
 
 def row_sampling(op: str, sampling: Any, rows: int) -> None:
     dtypes = {"temperature": "float32", "top_k": "int32", "top_p": "float32", "seeds": "uint32", "positions": "int32"}
+    if not all(hasattr(sampling, name) for name in dtypes):
+        raise TypeError(
+            f"{op}: sampling is a {type(sampling).__name__}, expected a RowSampling, one entry per row:"
+            " jdspark.row_sampling(requests, positions) makes one of SamplingParams"
+        )
     for name, dtype in dtypes.items():
         expect(op, f"sampling.{name}", getattr(sampling, name, None), {"rows": rows}, (dtype,))
 
