@@ -88,7 +88,7 @@ def unsupported_rows(rows: int, dtypes: Sequence[str]) -> str | None:
     if tuple(dtypes) != ("bfloat16",):
         return f"its kernels multiply bfloat16, the weights are {', '.join(dtypes)}"
     if rows > MAX_ROWS:
-        return f"the step has {rows} rows, its kernels are for up to {MAX_ROWS}"
+        return f"it has {rows} rows, its kernels are for up to {MAX_ROWS}"
     return None
 
 

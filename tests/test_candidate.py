@@ -101,3 +101,8 @@ def test_against_another_backend_every_op_is_bitwise():
 def test_an_unknown_op_is_named():
     with pytest.raises(ValueError, match="unknown op 'softmax'"):
         compare_candidate("softmax", lambda x: x)
+    with pytest.raises(ValueError, match="device is 'gpu', expected 'cpu' or 'cuda'"):
+        compare_candidate("linear", lambda x: x, device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch sees no GPU here"):
+            compare_candidate("linear", lambda x: x, device="cuda")

@@ -261,8 +261,12 @@ def compare_candidate(
             is asked for the very bits of, say, `"torch triton"`.
 
     Raises:
-        ValueError: unknown op or backend.
+        ValueError: unknown op, backend or device, or no GPU for `"cuda"`.
     """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"compare_candidate: device is {device!r}, expected 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("compare_candidate: device is 'cuda', but torch sees no GPU here")
     if op not in OP_NAMES:
         raise ValueError(f"compare_candidate: unknown op {op!r}; known are {', '.join(OP_NAMES)}")
     if against not in BACKENDS or not has_op(op, against):

@@ -98,6 +98,7 @@ def row_of(
     times: dict[bool, list[float]] = {on: [] for on in run}
     for _ in range(rounds):
         for on, function in run.items():
+            function()  # the one before was the other executable's, whose command buffer is not this one's
             times[on].append(seconds_of(function) / steps * 1e6)
     alone, *segments = profile_calls([accept, *run.values()], 1, lambda _: None)
     names = {event.name for event in alone.events}
