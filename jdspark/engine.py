@@ -13,7 +13,7 @@ import numpy as np
 
 from . import ops
 from .config import DrafterConfig, Geometry, StepOptions
-from .ops.checks import Layout, expect_number
+from .ops.checks import FLOATS, Layout, expect, expect_number
 from .pages import PageAllocator
 from .params import DrafterParams
 from .prefill import store_prefill_context, token_bucket
@@ -414,6 +414,7 @@ class Engine:
             logits, captured, self._cache = self.target.prefill(
                 self._cache, tokens, np.array([start], np.int32), np.array([len(chunk)], np.int32), slots
             )
+            self._check_target("Target.prefill", logits, {"B": 1}, captured, {"B": 1, "T": width})
             if self._state is not None and self.params.fc is not None:
                 index = np.arange(width, dtype=np.int32)
                 self._state = store_prefill_context(
@@ -443,6 +444,8 @@ class Engine:
             tokens[row], start[row] = request.next_tokens, request.cached
         sampling = self._row_sampling(batch, rows)
         logits, captured, self._cache = self.target.verify(self._cache, tokens, start, slots)
+        of_rows: dict[str, int | None] = {"B": len(tokens), "K+1": tokens.shape[1]}
+        self._check_target("Target.verify", logits, of_rows, captured, of_rows)
         if self._state is None:
             return _target_tokens(logits, sampling)
         inputs = StepInputs(
@@ -472,6 +475,14 @@ class Engine:
         if drawn is None:
             drawn = jnp.zeros((1, self.num_drafts, self.params.lm_head.shape[0]))
         return _draft_probabilities(drawn, rows, draft_tokens)
+
+    def _check_target(
+        self, call: str, logits: Any, of_logits: dict[str, int | None], captured: Any, of_captured: dict[str, int | None]
+    ) -> None:
+        """Raise for results that are not what `Target` says: a later op would name an operand of its own."""
+        expect(call, "logits", logits, of_logits | {"V": self.target.vocab_size}, FLOATS)
+        if self._state is not None:
+            expect(call, "captured", captured, of_captured | {"T*H_t": self.target.captured_size}, FLOATS)
 
     def _row_sampling(self, batch: list[_Request], rows: int) -> ops.RowSampling | None:
         """How a batch samples, padded with greedy rows; None if no request of it samples."""

@@ -403,3 +403,27 @@ def test_constructor_refusals():
         Engine(target, TINY, params, prefill_chunk=0)
     with pytest.raises(ValueError, match=r"options.force is 2.5: a forced acceptance"):
         Engine(target, TINY, params, options=StepOptions(force=2.5))
+
+
+@pytest.mark.parametrize(
+    ("call", "change", "message"),
+    [
+        ("prefill", lambda logits, captured: (logits[:, None], captured), r"Target\.prefill: logits has shape \[1, 1, 64\]"),
+        ("prefill", lambda logits, captured: (logits, captured[:, :-1]), r"Target\.prefill: captured has shape .* T=16"),
+        ("verify", lambda logits, captured: (logits[..., :-1], captured), r"Target\.verify: logits .* expected .* V=64\]"),
+        ("verify", lambda logits, captured: (logits, captured[..., :-1]), r"Target\.verify: captured .* expected .* T\*H_t="),
+    ],
+)
+def test_results_that_are_not_what_a_target_returns_are_named(small_engine, call, change, message):
+    target = HashedTarget()
+    function = getattr(target, call)
+
+    def wrong(*args):
+        logits, captured, cache = function(*args)
+        return *change(logits, captured), cache
+
+    setattr(target, call, wrong)
+    engine = Engine(target, BIGRAM, small_engine.params, geometry=small_engine.geometry)
+    engine.submit([1, 2, 3], max_new_tokens=4)
+    with pytest.raises(ValueError, match=message):
+        engine.run()
