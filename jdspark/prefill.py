@@ -150,6 +150,9 @@ def store_prefill_context(
     try:
         changing = jitted(params, changing, constant, *padded, slots, encoded_offsets)
     except ValueError:
-        name_divided(call, params=params, captured=captured, positions=positions, rows=rows, encoded_offsets=encoded_offsets)
+        name_divided(
+            call, params=params, captured=captured, positions=positions, rows=rows, slots=slots,
+            encoded_offsets=encoded_offsets,
+        )  # fmt: skip
         raise
     return joined(changing, constant)

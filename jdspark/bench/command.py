@@ -169,15 +169,16 @@ def run_jobs(
 
     What XLA found out about its products goes from one job to the next through a folder of JAX's persistent cache.
     """
+    pending = [(number, job) for number, job in enumerate(jobs) if not job.empty]
     for job in jobs:
         if job.empty:  # its row says why
             yield from guarded(Run(job.scale, True, bandwidth, args.seed, deadline), job.part)
     with tempfile.TemporaryDirectory(prefix="jdspark-bench-", ignore_cleanup_errors=True) as folder:
         environment = {"JAX_COMPILATION_CACHE_DIR": folder, **os.environ}
-        for batch in itertools.batched(((number, job) for number, job in enumerate(jobs) if not job.empty), together):
+        for batch in itertools.batched(pending, together):
             processes = []
             if deadline.left():
-                print(f"preparing {len(batch)} of {len(jobs)} jobs", flush=True)
+                print(f"preparing {len(batch)} of {len(pending)} jobs", flush=True)
                 processes = [JobProcess(args, number, job, bandwidth, deadline, environment) for number, job in batch]
             try:
                 for process in processes:

@@ -248,14 +248,16 @@ def bookkeeping_rows(
         return {"jax triton": ONE_CONTEXT} if "jax triton" in jax_names and cell.context != cells[0].context else {}
 
     work = Bookkeeping(run, cells, acceptance=acceptance)
+    columns = {cell: work.geometry(cell).max_blocks_per_seq for cell in cells}
+
+    def too_late(cell: Cell) -> Iterator[Row]:
+        return unmeasured(part, cell, columns[cell], no_time([*torch_names, *jax_names], elsewhere(cell) | left_out))
+
     pace = Pace(run.deadline)
     for group in itertools.batched(cells, 6):  # compiled side by side
-        columns = {cell: work.geometry(cell).max_blocks_per_seq for cell in group}
         if not pace.fits():
             for cell in group:
-                yield from unmeasured(
-                    part, cell, columns[cell], no_time([*torch_names, *jax_names], elsewhere(cell) | left_out)
-                )
+                yield from too_late(cell)
             continue
         sets = {cell: draw_sets(run, cell, work.geometry(cell)) for cell in group}
         compiled = compile_all(
@@ -269,8 +271,7 @@ def bookkeeping_rows(
         run.turn()
         for cell in group:
             if not run.deadline.left():
-                left = no_time([*torch_names, *jax_names], elsewhere(cell) | left_out)
-                yield from unmeasured(part, cell, columns[cell], left)
+                yield from too_late(cell)
                 continue
             of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
             build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
@@ -403,8 +404,9 @@ class StepCell:
             variants[name] = variant
             in_turn({name: variant}, figures, rounds=1, calls=scale.step_calls, profiled_calls=0)
             took[name] = self.run.deadline.passed() - began
-            note = "; ".join(filter(None, [figures[name].note, FIRST_LOOK]))
-            yield row(name, figures=dataclasses.replace(figures[name], note=note))
+            first = dataclasses.replace(figures[name])
+            first.add_note(FIRST_LOOK)
+            yield row(name, figures=first)
         variants = {name: variant for name, variant in variants.items() if not figures[name].error}
         if not self.run.deadline.left():  # the first looks stand
             return

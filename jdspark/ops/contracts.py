@@ -196,7 +196,7 @@ def row_sampling(op: str, sampling: Any, rows: int) -> None:
             " jdspark.row_sampling(requests, positions) makes one of SamplingParams"
         )
     for name, dtype in dtypes.items():
-        expect(op, f"sampling.{name}", getattr(sampling, name, None), {"rows": rows}, (dtype,))
+        expect(op, f"sampling.{name}", getattr(sampling, name), {"rows": rows}, (dtype,))
 
 
 def sampled_chain(base_logits: Any, anchor: Any, w1: Any, w2: Any, sampling: Any) -> None:
