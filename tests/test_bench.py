@@ -24,7 +24,7 @@ from jdspark.bench.clock import Deadline, Figures, Variant, compile_all, measure
 from jdspark.bench.floors import Bytes, copy_bandwidth, floor_us, part_bytes, step_bytes
 from jdspark.bench.parts import PARTS, Job, Row, Run, jobs_of
 from jdspark.bench.profile import DeviceEvent, Segment, segments_of
-from jdspark.bench.scale import CPU, FULL, QUICK, Cell, draw_inputs, draw_offsets, filled_state
+from jdspark.bench.scale import CPU, FULL, NO_CELL, QUICK, Cell, draw_inputs, draw_offsets, filled_state
 from jdspark.bench.step_parts import PART_OPS, draw_part_operands, part_backends, part_function, why_no_part
 from jdspark.presets import K3_RANK, SMALL_K3, TINY
 from jdspark.state import split
@@ -665,6 +665,20 @@ def test_the_process_of_a_job_prints_its_rows(capsys, monkeypatch):
     assert {row.name for row in rows if not row.left_out} >= {"jax xla"}
 
 
+def test_a_job_that_raises_says_which_one(capsys, monkeypatch):
+    def fails(run):
+        raise MemoryError("no room for the pool")
+        yield
+
+    monkeypatch.setitem(parts.PARTS, "compile", (1.0, fails))
+    scale = dataclasses.replace(SMALL, compiled=(Cell(1, 20), Cell(4, 10)))
+    for job in ("0", "1"):
+        command.run_bench(arguments("--only-job", job, "--parts", "compile", "--bandwidth", "1e9"), scale)
+    rows = [command.row_of(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row.key for row in rows] == [("compile", "all", 1, 20), ("compile", "all", 4, 10)]
+    assert all("no room for the pool" in row.figures.error for row in rows)
+
+
 def test_every_cell_is_in_one_job():
     jobs = jobs_of(FULL, list(PARTS))
     for part, fields in {
@@ -678,7 +692,7 @@ def test_every_cell_is_in_one_job():
         assert all(job.cell in itertools.chain(*(getattr(job.scale, field) for field in fields)) for job in mine)
     assert [job.part for job in jobs_of(FULL, ["acceptance", "step"])][-1] == "acceptance"
     without_cells = jobs_of(QUICK, ["compile", "parts"])
-    assert [(job.part, job.cell) for job in without_cells] == [("parts", Cell(0, 0)), ("compile", Cell(0, 0))]
+    assert [(job.part, job.cell) for job in without_cells] == [("parts", NO_CELL), ("compile", NO_CELL)]
     for job in without_cells:
         (row,) = PARTS[job.part][1](Run(job.scale, True, 1e9, 0, Deadline(9.0)))
         assert row.left_out.startswith(parts.FULL_RUN)

@@ -43,8 +43,9 @@ ENDED = "still running past the time limit, and ended"
 TAG, READY = "bench-row ", "bench-ready"
 """What a job's process writes: a row, and that it is prepared."""
 
-JOB_BYTES = 12 << 30
-"""Of the device's memory, at the most, for each job: weights and embedding, and in both frameworks a pool and operands."""
+JOB_BYTES = 17 << 30
+"""Of the device's memory for each job, at the most: weights and embedding, and in both frameworks a pool and operands. Each
+framework also keeps what it needed only to draw or to compile them."""
 MOST_TOGETHER = 8
 
 
@@ -153,7 +154,7 @@ def rows_of_job(args: argparse.Namespace, job: Job, on_gpu: bool, limit: float) 
         print(READY, flush=True)
         deadline.restart(float(sys.stdin.readline()))
 
-    yield from guarded(Run(job.scale, on_gpu, args.bandwidth, args.seed, deadline, turn), job.part)
+    yield from guarded(Run(job.scale, on_gpu, args.bandwidth, args.seed, deadline, turn), job.part, job.cell)
 
 
 def jobs_together() -> int:

@@ -24,7 +24,7 @@ from . import bookkeeping, step_parts, whole_step
 from .bookkeeping import BACKENDS, Carried, Ready
 from .clock import Deadline, Figures, Variant, built, compile_all, describe, in_turn, measure, trace_all
 from .floors import floor_us, step_bytes
-from .scale import Cell, Scale, draw_inputs, filled_state
+from .scale import NO_CELL, Cell, Scale, draw_inputs, filled_state
 from .step_parts import PART_OPS, PartRun, cache_flush, part_backends, why_no_part
 
 FLUSHED_BYTES = 1 << 30
@@ -32,7 +32,6 @@ FLUSHED_BYTES = 1 << 30
 
 INTERPRETER = "without a GPU this would time an interpreter"
 NO_TIME = "the time limit was near"
-ONE_CONTEXT = "its launches stay outside of command buffers, whatever the context"
 FULL_RUN = "it takes a full run"
 LONG_TO_TRACE = "it takes the longest to trace"
 FIRST_LOOK = "a first look, by itself"
@@ -244,14 +243,11 @@ def bookkeeping_rows(
     left_out = {name: reason for name in torch_names if (reason := side.unavailable(name))}
     left_out |= {name: reason for name in jax_names if (reason := run.unavailable(BACKENDS[name]))}
 
-    def elsewhere(cell: Cell) -> dict[str, str]:
-        return {"jax triton": ONE_CONTEXT} if "jax triton" in jax_names and cell.context != cells[0].context else {}
-
     work = Bookkeeping(run, cells, acceptance=acceptance)
     columns = {cell: work.geometry(cell).max_blocks_per_seq for cell in cells}
 
     def too_late(cell: Cell) -> Iterator[Row]:
-        return unmeasured(part, cell, columns[cell], no_time([*torch_names, *jax_names], elsewhere(cell) | left_out))
+        return unmeasured(part, cell, columns[cell], no_time([*torch_names, *jax_names], left_out))
 
     pace = Pace(run.deadline)
     for group in itertools.batched(cells, 6):  # compiled side by side
@@ -265,7 +261,7 @@ def bookkeeping_rows(
                 (cell, name): work.lowering(cell, BACKENDS[name], sets[cell])
                 for cell in group
                 for name in jax_names
-                if name not in left_out | elsewhere(cell)
+                if name not in left_out
             }
         )
         run.turn()
@@ -276,9 +272,7 @@ def bookkeeping_rows(
             of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
             build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
             # a call is hundreds of steps
-            yield from run.measured(
-                part, cell, columns[cell], build, elsewhere(cell) | left_out, calls=max(2, run.scale.calls // 4)
-            )
+            yield from run.measured(part, cell, columns[cell], build, left_out, calls=max(2, run.scale.calls // 4))
             del build
             forget(side)
 
@@ -423,7 +417,7 @@ def has_products(lowered: Any) -> bool:
 def part_rows(run: Run) -> Iterator[Row]:
     """Rows of each part of the step; on a GPU from a profile, with the cache flushed before every call."""
     if not run.scale.parts:
-        yield Row("part", "all", 0, 0, 0, left_out=FULL_RUN)
+        yield Row("part", "all", *NO_CELL, 0, left_out=FULL_RUN)
         return
     scale = run.scale
     params = scale.drafter(run.seed)
@@ -471,7 +465,7 @@ def part_rows(run: Run) -> Iterator[Row]:
 def compiled_rows(run: Run) -> Iterator[Row]:
     """Rows of `torch.compile`, on a GPU only: nothing about it would carry over from a CPU."""
     if not run.scale.compiled:
-        yield Row("torch.compile", "all", 0, 0, 0, left_out=FULL_RUN + ", on a GPU")
+        yield Row("torch.compile", "all", *NO_CELL, 0, left_out=FULL_RUN + ", on a GPU")
         return
     yield from bookkeeping_rows(run, run.scale.compiled, compiled_torch=True)
 
@@ -494,12 +488,12 @@ class Job:
     scale: Scale
     """With these cells only."""
     cell: Cell
-    """The first of them; zeros if there is none."""
+    """The first of them, or `NO_CELL`."""
 
     @property
     def empty(self) -> bool:
         """Whether there is no cell, and all that the job has to say is why."""
-        return self.cell == Cell(0, 0)
+        return self.cell == NO_CELL
 
 
 def jobs_of(scale: Scale, chosen: Sequence[str]) -> list[Job]:
@@ -516,16 +510,16 @@ def jobs_of(scale: Scale, chosen: Sequence[str]) -> list[Job]:
         "compile": [{"compiled": (cell,)} for cell in scale.compiled] or [{"compiled": ()}],
     }
     return [
-        Job(part, dataclasses.replace(scale, **cells), next(itertools.chain(*cells.values()), Cell(0, 0)))  # type: ignore[arg-type]
+        Job(part, dataclasses.replace(scale, **cells), next(itertools.chain(*cells.values()), NO_CELL))  # type: ignore[arg-type]
         for part in PARTS
         if part in chosen
         for cells in pieces[part]
     ]
 
 
-def guarded(run: Run, part: str) -> Iterator[Row]:
-    """The rows of one part; a part that raises ends with a row that says so."""
+def guarded(run: Run, part: str, cell: Cell = NO_CELL) -> Iterator[Row]:
+    """The rows of one part, or of a job of it that begins with this cell; if it raises, the last row says so."""
     try:
         yield from PARTS[part][1](run)
     except Exception as error:
-        yield Row(part, "all", 0, 0, 0, Figures(error=describe(error)))
+        yield Row(part, "all", *cell, 0, Figures(error=describe(error)))

@@ -23,6 +23,10 @@ class Cell(NamedTuple):
     context: int
 
 
+NO_CELL = Cell(0, 0)
+"""Of a row or a job that is about none."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scale:
     """A drafter, the cells of each part and how often they are run."""
