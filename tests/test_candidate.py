@@ -59,6 +59,65 @@ def test_one_that_raises_is_a_mismatch(module, capsys):
     assert "raised RuntimeError" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_a_pool_that_is_not_updated_in_place_is_noticed():
+    def into_a_copy(pool, **operands):
+        return eager.store_gen_context(pool.clone(), **operands)
+
+    (row,), _ = compare_candidate("store_gen_context", into_a_copy, cases=4)
+    assert row.passed == 0
+    assert all("pool was not updated in place" in failure for failure in row.failures)
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (lambda values: None, "0 results, expected 1"),
+        (lambda values: (values, values), "2 results, expected 1"),
+        (lambda values: values[:, :1], "output 0 is {dtype} {short}, expected {dtype} {shape}"),
+        (lambda values: values.double(), "output 0 is float64 {shape}, expected {dtype} {shape}"),
+        (lambda values: 3.0, "raised ValueError: result 0 is a float, expected a tensor"),
+    ],
+    ids=["none", "one more", "wrong shape", "wrong dtype", "no tensor"],
+)
+def test_other_results_are_mismatches_of_an_op_that_rounds(result, problem):
+    expected = []
+
+    def candidate(x, weight, *, eps):
+        values = eager.rms_norm(x, weight, eps)
+        dtype, shape = str(values.dtype).removeprefix("torch."), list(values.shape)
+        expected.append(problem.format(dtype=dtype, shape=shape, short=[shape[0], 1, *shape[2:]]))
+        return result(values)
+
+    _, bounded = compare_candidate("rms_norm", candidate, cases=4)
+    assert [row.passed for row in bounded] == [0] * len(bounded)
+    assert sorted(failure.split(": ", 1)[1] for row in bounded for failure in row.failures) == sorted(expected)
+    assert len(expected) == 4
+
+
+def test_a_missing_result_of_an_op_that_rounds_is_a_mismatch():
+    returned = []
+
+    def only_the_pool(**operands):
+        pool, latents = eager.norm_rope_store(**operands)
+        returned.append(latents is not None)
+        return pool
+
+    _, bounded = compare_candidate("norm_rope_store", only_the_pool, cases=8)
+    failures = [failure for row in bounded for failure in row.failures]
+    assert 0 < len(failures) == sum(returned)
+    assert all(failure.endswith("1 results, expected 2") for failure in failures)
+
+
+def test_a_triton_kernel_of_an_exact_op_can_be_a_candidate_without_a_gpu(capsys):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's interpreter is off")
+    assert command("--candidate", "torch_bridge.triton_kernels:store_gen_context", "--cases", "4") == 0
+    printed = capsys.readouterr().out
+    assert "parity: 4/4 cases bit-identical" in printed
+    assert "bounded" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
