@@ -100,35 +100,42 @@ def launched_by_jax(call: Any) -> list[Compilation]:
     return seen
 
 
-def calls(dtype: str = "bfloat16") -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Operands (name -> shape and dtype) and static arguments of every op that computes, odd sizes among them."""
+def calls(dtype: str = "bfloat16") -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Op, operands (name -> shape and dtype) and static arguments: every op that computes, odd sizes among them."""
     i32, f32 = "int32", "float32"
-    return {
-        "linear": ({"x": ((2, 7, 3584), dtype), "weight": ((576, 3584), dtype)}, {}),
-        "head_product": ({"x": ((1, 7, 8, 128), dtype), "weight": ((8, 128, 512), dtype)}, {}),
-        "rms_norm": ({"x": ((7, 7168), dtype), "weight": ((7168,), dtype)}, {"eps": 1e-5}),
-        "rope": ({"x": ((1, 7, 8, 64), dtype), "cos": ((1, 7, 1, 32), f32), "sin": ((1, 7, 1, 32), f32)}, {}),
-        "swiglu": ({"gate": ((7, 1792), dtype), "up": ((7, 1792), dtype)}, {}),
-        "norm_rope": (
+    residual = {"x": ((7, 1024), dtype), "weight": ((7168, 1024), dtype), "residual": ((7, 7168), dtype)}
+    return [
+        ("linear", {"x": ((2, 7, 3584), dtype), "weight": ((576, 3584), dtype)}, {}),
+        ("linear", residual, {}),
+        ("head_product", {"x": ((1, 7, 8, 128), dtype), "weight": ((8, 128, 512), dtype)}, {}),
+        ("head_product", {"x": ((1, 7, 8, 512), dtype), "weight": ((8, 128, 512), dtype)}, {"transposed": True}),
+        ("rms_norm", {"x": ((7, 7168), dtype), "weight": ((7168,), dtype)}, {"eps": 1e-5}),
+        ("rope", {"x": ((1, 7, 8, 64), dtype), "cos": ((1, 7, 1, 32), f32), "sin": ((1, 7, 1, 32), f32)}, {}),
+        ("swiglu", {"gate": ((7, 1792), dtype), "up": ((7, 1792), dtype)}, {}),
+        (
+            "norm_rope",
             {"latents": ((8, 5, 576), dtype), "positions": ((8,), i32), "kv_a_norm": ((5, 512), dtype), "cos": ((99, 32), f32),
              "sin": ((99, 32), f32)},
             {"eps": 1e-5},
         ),
-        "block_attention": (
+        (
+            "block_attention",
             {"query": ((1, 7, 8, 576), dtype), "block_latents": ((1, 7, 576), dtype), "pool": ((5, 40, 32, 576), dtype),
              "page_tables": ((1, 72), i32), "advertised": ((1,), i32)},
             {"layer": 3, "scale": 0.1, "kv_lora_rank": 512},
         ),
-        "markov_chain": (
+        (
+            "markov_chain",
             {"base_logits": ((1, 2, 2048), f32), "anchor": ((1,), i32), "w1": ((4096, 256), dtype), "w2": ((2048, 256), dtype)},
             {},
         ),
-    }  # fmt: skip
+    ]  # fmt: skip
 
 
-def launched(op: str, dtype: str = "bfloat16", *, misaligned: bool = False) -> tuple[list[Compilation], list[Compilation]]:
-    """What torch and what JAX compile for one op; `misaligned` gives torch tensors that begin 4 bytes off, or 2."""
-    operands, static = calls(dtype)[op]
+def launched(
+    op: str, operands: dict[str, Any], static: dict[str, Any], *, misaligned: bool
+) -> tuple[list[Compilation], list[Compilation]]:
+    """What torch and what JAX compile for one call; `misaligned` gives torch tensors that begin 4 bytes off, or 2."""
 
     def tensor(shape: tuple[int, ...], kind: str) -> torch.Tensor:
         size = int(np.prod(shape))
@@ -149,9 +156,9 @@ def main() -> int:
     """Prints a line per compiled kernel; exit status 1 if the launchers or their PTX differ."""
     jax.config.update("jax_platforms", "cpu")
     failed = False
-    for op in sys.argv[1:] or calls():
+    for op, operands, static in calls():
         for misaligned in (False, True):
-            by_torch, by_jax = launched(op, misaligned=misaligned)
+            by_torch, by_jax = launched(op, operands, static, misaligned=misaligned)
             alike = len(by_torch) > 0 and by_torch == by_jax
             failed |= not alike
             if not alike:

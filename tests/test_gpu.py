@@ -13,6 +13,8 @@ from jdspark.presets import SMALL_K3, random_drafter
 from torch_bridge import BridgeError, compare, donating, shares_memory, to_jax, to_torch, twin
 from torch_bridge.whole_step import ScriptedTarget, compare_steps
 
+from .hlo_graph import HOST_OP, copies_of
+
 pytestmark = pytest.mark.gpu
 
 GEOMETRY = Geometry(
@@ -104,18 +106,24 @@ def test_switches_change_no_bit(params, backend):
             assert compare(ours, theirs)
 
 
-@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
+@pytest.mark.parametrize(("layout", "overlap"), [("layer_major", True), ("page_major", False)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pool_is_not_copied(params, backend, layout):
+def test_pool_is_not_copied(params, backend, layout, overlap):
+    """It is the donated one, no instruction copies as much, and scratch memory does not grow with it. Nothing waits for the
+    host."""
     scratch = set()
     for num_pages in (64, 6400):
         geometry = dataclasses.replace(GEOMETRY, num_pages=num_pages, layout=layout)
         target = ScriptedTarget(SMALL_K3, geometry, np.random.default_rng(0))
         inputs = target.step_inputs(np.zeros((3, 7), np.int32), [0, 1, geometry.dummy_slot])
         abstract = jax.eval_shape(lambda geometry=geometry: init_state(SMALL_K3, geometry))
-        step = make_decode_step(SMALL_K3, geometry, StepOptions(backend=backend, fused_prologue=True))
-        memory = step.lower(params, abstract, inputs).compile().memory_analysis()
+        options = StepOptions(backend=backend, fused_prologue=True, overlap_context_projection=overlap)
+        compiled = make_decode_step(SMALL_K3, geometry, options).lower(params, abstract, inputs).compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
         scratch.add(memory.temp_size_in_bytes)
+        assert memory.alias_size_in_bytes >= abstract.pool.size * abstract.pool.dtype.itemsize
+        assert not copies_of(abstract.pool, text)
+        assert not HOST_OP.findall(text)
     assert max(scratch) - min(scratch) < 1 << 20
 
 

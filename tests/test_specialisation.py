@@ -25,7 +25,7 @@ def test_both_launchers_ask_for_the_same_code():
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("PTX equal") == 13
+    assert result.stdout.count("PTX equal") == 17
     assert "DIFFERENT" not in result.stdout
 
 
@@ -50,7 +50,7 @@ def test_both_caches_hold_the_same_ptx(monkeypatch):
     lib._COMPILED_KERNEL_CACHE.clear()
     kernels = set()
     key = jax.random.key(0)
-    for op, (operands, static) in calls().items():
+    for op, operands, static in calls():
         arrays = {}
         for name, (shape, kind) in operands.items():
             key, sub = jax.random.split(key)

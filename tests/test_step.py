@@ -26,6 +26,8 @@ from jdspark.presets import TINY, random_drafter
 from torch_bridge import compare
 from torch_bridge.whole_step import ScriptedTarget
 
+from .hlo_graph import HOST_OP, copies_of
+
 
 @pytest.fixture
 def target(geometry):
@@ -121,10 +123,27 @@ def test_pool_is_never_copied(geometry, target, layout, dtype):
         pool_bytes = int(np.prod(abstract.pool.shape)) * abstract.pool.dtype.itemsize
         assert memory.alias_size_in_bytes >= pool_bytes
         scratch[num_pages] = memory.temp_size_in_bytes
-        shape = ",".join(map(str, abstract.pool.shape))
-        copies = [line for line in compiled.as_text().splitlines() if f"[{shape}]" in line and " copy(" in line]
-        assert not copies
+        assert not copies_of(abstract.pool, compiled.as_text())
     assert scratch[48] == scratch[4800]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_host_has_no_part_in_a_step(params, geometry, target, state, fused):
+    """Nothing in the executable waits for the host, and a call moves nothing to or from it behind JAX's back."""
+    options = StepOptions(fused_prologue=fused, return_draft_logits=True)
+    step, inputs = make_decode_step(TINY, geometry, options), jax.device_put(batch(target))
+    executable = step.lower(params, state, inputs).compile().as_text()
+    assert "fusion" in executable
+    assert not HOST_OP.findall(executable)
+    step(params, copied(state), inputs)
+    with jax.transfer_guard("disallow"):
+        step(params, state, inputs)
+
+
+def test_what_waits_for_the_host_is_found():
+    shown = jax.ShapeDtypeStruct((3,), jnp.float32)
+    asks = jax.jit(lambda x: jax.pure_callback(np.sin, shown, x)).lower(shown).compile()
+    assert HOST_OP.findall(asks.as_text())
 
 
 @pytest.mark.parametrize("layout", ["layer_major", "page_major"])

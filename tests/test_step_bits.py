@@ -23,7 +23,7 @@ def test_two_steps(params, fused):
     exact part."""
     options = StepOptions(backend="xla", float_backend="triton", fused_prologue=fused, overlap_context_projection=fused)
     report = compare_step_bits(
-        TINY, params, GEOMETRY, options=options, fast_options=StepOptions(backend="xla"), context_steps=(1,), **RUN
+        TINY, params, GEOMETRY, options=options, fast_options={"xla": StepOptions(backend="xla")}, context_steps=(1,), **RUN
     )
     assert report.agreed, {row.op: row.failures[:1] for row in report.rows if row.failures}
     compared = {row.op: row.cases for row in report.rows if row.backends == ("jax", "torch")}
@@ -31,8 +31,10 @@ def test_two_steps(params, fused):
     state = {"state: pool", "state: ctx_len", "state: force_counter"}
     exact = {"accepted_tokens", "num_accepted", "draft_tokens", "next_tokens", "kv_rewind", "target_seq_lens", "advertised"}
     assert compared == dict.fromkeys(floats | state | exact, 2)
-    assert report.fast["accepted_tokens"][0] == report.fast["advertised"][0] == 0
-    differ, total = report.fast["block_hidden"]
+    assert list(report.fast) == ["xla"]
+    fast = report.fast["xla"]
+    assert fast["accepted_tokens"][0] == fast["advertised"][0] == 0
+    differ, total = fast["block_hidden"]
     assert total == 2 * 2 * 3 * TINY.hidden_size
     assert 0 < differ <= total
     assert report.state.ctx_len[1] == 11

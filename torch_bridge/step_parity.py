@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jdspark.config import DrafterConfig, Geometry, StepOptions
-from jdspark.ops.backends import why_unavailable
+from jdspark.ops.backends import Backend, why_unavailable
 from jdspark.ops.checks import Layout
 from jdspark.params import DrafterParams
 from jdspark.presets import K3_RANK, TINY, k3_rank_drafter, random_drafter
@@ -45,8 +45,8 @@ class StepParity:
     """Bitwise, by output."""
     bounded_rows: list[Row]
     """Only where no GPU gives both sides one arithmetic."""
-    fast: dict[str, tuple[int, int]]
-    """By output: values of the fast step that differ, of how many."""
+    fast: dict[str, dict[str, tuple[int, int]]]
+    """By backend of a fast step and output: values that differ, of how many."""
     accepted: list[list[int]]
 
     @property
@@ -67,8 +67,8 @@ def run_step_parity(
     """Every combination, one after the other.
 
     On `"cuda"`: one rank of Kimi K3, every floating-point op of both sides from the Triton source, the exact ops on Pallas
-    where it runs; everything bitwise, against the eager twin and its CUDA graph. With both switches on also the fast step
-    (cuBLAS' products, Pallas or XLA for the rest), whose differences are counted.
+    where it runs; everything bitwise, against the eager twin and its CUDA graph. With both switches on also two fast steps,
+    everything on Pallas (products and attention, too) and everything on XLA (cuBLAS' products), whose differences are counted.
 
     On `"cpu"`: a tiny fp32 drafter; the exact part bitwise, given one side's floating-point results, and those bounded.
     """
@@ -91,7 +91,8 @@ def run_step_parity(
         else:
             backend: Any = "triton" if why_unavailable("pallas") else "pallas"
             options = StepOptions(backend=backend, float_backend="triton", **on)
-            fast = StepOptions(backend="xla" if backend == "triton" else backend, **on) if fused and overlap else None
+            others: list[Backend] = ["xla"] if backend == "triton" else ["pallas", "xla"]
+            fast: dict[str, StepOptions] = {name: StepOptions(backend=name, **on) for name in others} if fused and overlap else {}
             bits = compare_step_bits(config, params, of_layout, options=options, fast_options=fast, **run)
             yield StepParity(*combination, bits.rows, [], bits.fast, bits.accepted)
 
@@ -101,7 +102,7 @@ def _k3(seed: int) -> tuple[DrafterConfig, DrafterParams, Geometry]:
 
 
 def print_step_report(console: Console, runs: Sequence[StepParity]) -> None:
-    """Print a line per combination, what differed, the counts of the fast step, and the last line."""
+    """Print a line per combination, what differed, the counts of the fast steps, and the last line."""
     table = Table(
         "layout", "B", "fused", "overlap", "steps", "bit-identical", "bounded", "worst", title="whole step, jax / torch"
     )
@@ -119,9 +120,9 @@ def print_step_report(console: Console, runs: Sequence[StepParity]) -> None:
             for failure in row.failures[:2]:
                 console.print(f"MISMATCH {_name(run)}: {row.op} ({row.backends[1]}): {failure}", style="red", markup=False)
     for run in runs:
-        if run.fast:
-            counts = ", ".join(f"{name} {differ}/{total}" for name, (differ, total) in run.fast.items())
-            console.print(f"fast step, {_name(run)}, values that differ: {counts}", markup=False)
+        for backend, of_outputs in run.fast.items():
+            counts = ", ".join(f"{name} {differ}/{total}" for name, (differ, total) in of_outputs.items())
+            console.print(f"fast step on {backend}, {_name(run)}, values that differ: {counts}", markup=False)
     compared = sum(row.cases for run in runs for row in run.exact_rows)
     console.print(f"whole step: {sum(run.agreed for run in runs)}/{len(runs)} combinations agree, {compared} arrays compared")
 

@@ -13,7 +13,7 @@ nothing is bounded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -317,8 +317,8 @@ class BitsReport:
 
     rows: list[Row]
     """Bitwise, one per output, part of the state and intermediate, for the eager twin and for its CUDA graph."""
-    fast: dict[str, tuple[int, int]]
-    """Values of a fast step that differ from the shared source's, and how many there are, by output; from equal inputs."""
+    fast: dict[str, dict[str, tuple[int, int]]]
+    """Values of each fast step that differ from the shared source's, and how many there are, by output; from equal inputs."""
     accepted: list[list[int]]
     """`num_accepted` of every step's gen rows."""
     step: DecodeStep
@@ -335,7 +335,7 @@ def compare_step_bits(
     geometry: Geometry,
     *,
     options: StepOptions,
-    fast_options: StepOptions | None = None,
+    fast_options: Mapping[str, StepOptions] | None = None,
     graph: bool = True,
     num_steps: int = 100,
     prompt_lens: Sequence[int] = (37, 20),
@@ -350,7 +350,8 @@ def compare_step_bits(
 
     Args:
         options: of all sides; its floating-point ops must run on `triton`.
-        fast_options: of a further JAX step from a copy of the state before each step, whose differences are counted.
+        fast_options: of further JAX steps, by name, each from a copy of the state before each step; their differences are
+            counted.
         graph: compare a CUDA graph of the twin as well.
         prompt_lens, dummy_rows, context_steps: see `Schedule`.
 
@@ -362,9 +363,10 @@ def compare_step_bits(
         raise ValueError("compare_step_bits: the floating-point ops must have one source: StepOptions(float_backend='triton')")
     options = dataclasses.replace(options, return_intermediates=True)
     step = make_decode_step(config, geometry, options)
-    fast_step = None
-    if fast_options is not None:
-        fast_step = make_decode_step(config, geometry, dataclasses.replace(fast_options, return_intermediates=True))
+    fast_steps = {
+        name: make_decode_step(config, geometry, dataclasses.replace(of_fast, return_intermediates=True))
+        for name, of_fast in (fast_options or {}).items()
+    }
     assert params.lm_head is not None
     rng = np.random.default_rng(seed)
     target = ScriptedTarget(config, geometry, rng, params.lm_head.shape[0])
@@ -377,7 +379,7 @@ def compare_step_bits(
     if graph:
         twins["torch graph"] = GraphTwin(torch_params, graph_state, options), graph_state
     rows: dict[str, Row] = {}
-    fast: dict[str, tuple[int, int]] = {}
+    fast: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in fast_steps}
 
     def enter(side: str, name: str, ours: Any, theirs: Any) -> None:
         row = rows.setdefault(f"{side} {name}", Row(name, ("jax", side)))
@@ -405,9 +407,9 @@ def compare_step_bits(
     for number in range(num_steps):
         inputs = jax.tree.map(jnp.asarray, schedule.inputs(number, state.ctx_len))
         torch_inputs = jax.tree.map(to_torch, inputs)
-        fast_outputs = None
-        if fast_step is not None:
-            fast_outputs, _ = fast_step(params, jax.tree.map(jnp.copy, state), inputs)
+        fast_outputs = {
+            name: fast_step(params, jax.tree.map(jnp.copy, state), inputs)[0] for name, fast_step in fast_steps.items()
+        }
 
         outputs, state = step(params, state, inputs)
 
@@ -416,11 +418,11 @@ def compare_step_bits(
             for name, ours in named_arrays(outputs).items():
                 enter(side, name, ours, theirs[name])
             enter_state(side, their_state)
-        if fast_outputs is not None:
-            for name, array in named_arrays(fast_outputs).items():
+        for of_fast, counted in fast.items():
+            for name, array in named_arrays(fast_outputs[of_fast]).items():
                 ours = named_arrays(outputs)[name]
-                differ, total = fast.get(name, (0, 0))
-                fast[name] = (differ + max(compare(array, ours).mismatches, 0), total + ours.size)
+                differ, total = counted.get(name, (0, 0))
+                counted[name] = (differ + max(compare(array, ours).mismatches, 0), total + ours.size)
         schedule.made(outputs)
     return BitsReport(list(rows.values()), fast, schedule.accepted, step, state)
 

@@ -57,7 +57,8 @@ class Figures:
     loose_launches: float | None = None
     """Kernels and copies per step that are not part of one; None if the profile does not tell."""
     build_s: float | None = None
-    """Seconds that compiling or capturing it and its first call took."""
+    """Seconds that its capture and first call took, torch.compile's compilation as well; what JAX compiled ahead, beside the
+    other variants of its cell, is not in it."""
     error: str = ""
     note: str = ""
 
