@@ -8,9 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jdspark import StepOptions, init_state, make_decode_step
-from jdspark.presets import TINY
+from jdspark.presets import SMALL_K3, TINY, random_drafter
 from jdspark.state import joined, split
 from jdspark.step import decode_step
 from torch_bridge import compare
@@ -20,12 +21,25 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_an_exported_step_gives_the_same_bits(params, geometry):
+    check_exported(TINY, params, geometry, StepOptions(return_intermediates=True))
+
+
+@pytest.mark.gpu
+def test_an_exported_step_of_pallas_kernels_gives_the_same_bits(geometry):
+    """JAX does not promise that another version can run their custom call, so that it asks to be told."""
+    options = StepOptions(backend="pallas", fused_prologue=True, return_intermediates=True)
+    check_exported(
+        SMALL_K3, random_drafter(SMALL_K3, 0), geometry, options,
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+    )  # fmt: skip
+
+
+def check_exported(config, params, geometry, options, **export_arguments):
     """Through bytes and back: every output, the pool and the lengths, over three steps; the pool is still donated."""
-    target = ScriptedTarget(TINY, geometry, np.random.default_rng(0))
+    target = ScriptedTarget(config, geometry, np.random.default_rng(0))
     target.grow(0, 36 + 8)
-    options = StepOptions(return_intermediates=True)
-    state = init_state(TINY, geometry, dtype=jnp.float32)
-    state = dataclasses.replace(state, pool=state.pool + np.float32(0.5))
+    state = init_state(config, geometry, dtype=params.kv_a_proj.dtype)
+    state = dataclasses.replace(state, pool=state.pool + state.pool.dtype.type(0.5))
     _, constant = split(state)
 
     def step_of_arrays(weights, changing, inputs):
@@ -37,11 +51,13 @@ def test_an_exported_step_gives_the_same_bits(params, geometry):
     weights, weights_tree = jax.tree.flatten(params)
     first = target.step_inputs(np.zeros((1, 7), np.int32), [0])
     inputs, inputs_tree = jax.tree.flatten(first)
-    exported = jax.export.export(jax.jit(step_of_arrays, donate_argnums=1))(weights, list(split(state)[0]), inputs)
+    exported = jax.export.export(jax.jit(step_of_arrays, donate_argnums=1), **export_arguments)(
+        weights, list(split(state)[0]), inputs
+    )
     read_back = jax.export.deserialize(exported.serialize())
     call = jax.jit(read_back.call, donate_argnums=1)
 
-    step = make_decode_step(TINY, geometry, options)
+    step = make_decode_step(config, geometry, options)
     changing = [jnp.copy(array) for array in split(state)[0]]
     drafts = np.zeros((1, 7), np.int32)
     for _ in range(3):
