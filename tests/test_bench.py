@@ -422,6 +422,28 @@ def test_the_loop_of_whole_steps(drawn):
         assert compare(ours, theirs)
 
 
+def test_the_timed_loop_and_the_calls_take_all_sets_in_turn(drawn):
+    params, _, state, _ = drawn
+    seen = {"loop": [], "step": []}
+
+    def loop(params, changing, constant, inputs):
+        seen["loop"].append(inputs)
+        return changing, None
+
+    def step(params, state, inputs):
+        seen["step"].append(inputs)
+        return None, state
+
+    timed = whole_step.variant(
+        None, loop, dataclasses.replace(SMALL, step_loop=3), step, params, Carried(state), ["a", "b", "c"]
+    )
+    assert timed.device_seconds(1) is not None
+    for _ in range(2):
+        timed.run()
+    assert "".join(seen["loop"]) == "abcabc", "one ahead of all, one ahead of the timed, one by itself, three"
+    assert seen["step"] == ["a", "b"]
+
+
 def test_the_hosts_part_of_a_call_is_not_device_time(monkeypatch):
     monkeypatch.setattr(whole_step, "seconds_of", lambda call: call())
     assert whole_step.loop_seconds(lambda times: 0.5 + times * 0.25) == 0.25

@@ -128,7 +128,7 @@ def measured(scale: Scale, batches: Sequence[int], *, seed: int, rounds: int) ->
             lower[B, on] = functools.partial(lowered_loop, scale, options, params, carried[B].state, inputs[B])
     compiled = compile_all(lower, first_alone=True)
     for B in batches:
-        run = {on: functools.partial(run_loop, or_raise(compiled[B, on]), params, carried[B], inputs[B]) for on in SWITCH}
+        run = {on: functools.partial(run_loop, or_raise(compiled[B, on]), params, carried[B], [inputs[B]]) for on in SWITCH}
         for function in run.values():
             function()
         accept = functools.partial(ops.accept_strict, backend=step_paths(params, SWITCH[True], B)["accept_strict"].backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,9 +74,9 @@ def lowered_loop(scale: Scale, options: StepOptions, params: DrafterParams, stat
     )
 
 
-def run_loop(loop: Any, params: DrafterParams, carried: Carried, inputs: StepInputs, *, times: int = 1) -> None:
-    """The compiled `lowered_loop` so many times, back to back, waited for."""
-    for _ in range(times):
+def run_loop(loop: Any, params: DrafterParams, carried: Carried, sets: Sequence[StepInputs]) -> None:
+    """The compiled `lowered_loop` once on each set of inputs, back to back, waited for."""
+    for inputs in sets:
         changing, _ = loop(params, *split(carried.state), inputs)
         carried.state = dataclasses.replace(carried.state, **changing._asdict())
     carried.state.ctx_len.block_until_ready()
@@ -98,12 +99,10 @@ def variant(
         loop: `lowered_loop` compiled, or why there is none; device time is what a step of it takes.
     """
     or_raise(warm)
-    number = 0
+    in_turn = itertools.cycle(sets)
 
     def run() -> Any:
-        nonlocal number
-        outputs, carried.state = step(params, carried.state, sets[number % len(sets)])
-        number += 1
+        outputs, carried.state = step(params, carried.state, next(in_turn))
         return outputs, carried.state.ctx_len
 
     if loop is None:
@@ -112,7 +111,7 @@ def variant(
         return Variant(run, note=f"no loop: {describe(loop)}")
 
     def looped(times: int) -> None:
-        run_loop(loop, params, carried, sets[0], times=times)
+        run_loop(loop, params, carried, [next(in_turn) for _ in range(times)])
 
     looped(1)
     return Variant(
