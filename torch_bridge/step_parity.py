@@ -92,7 +92,7 @@ def run_step_parity(
             backend: Any = "triton" if why_unavailable("pallas") else "pallas"
             options = StepOptions(backend=backend, float_backend="triton", **on)
             others: list[Backend] = ["xla"] if backend == "triton" else ["pallas", "xla"]
-            fast: dict[str, StepOptions] = {name: StepOptions(backend=name, **on) for name in others} if fused and overlap else {}
+            fast = {str(name): StepOptions(backend=name, **on) for name in others if fused and overlap}
             bits = compare_step_bits(config, params, of_layout, options=options, fast_options=fast, **run)
             yield StepParity(*combination, bits.rows, [], bits.fast, bits.accepted)
 
