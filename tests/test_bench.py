@@ -268,9 +268,11 @@ def test_the_floor_of_one_rank_of_k3():
     assert long - short == (393216 - 2048) * 5 * 576 * 2
 
 
-def test_the_bandwidth_counts_both_directions(monkeypatch):
-    monkeypatch.setattr("jdspark.bench.floors.median_seconds", lambda call, rounds: 2.0)
-    assert copy_bandwidth(1 << 20) == 10 * 2 * (1 << 20) / 2.0
+@pytest.mark.parametrize(("few", "many"), [(1.5, 3.5), (3.5, 3.0)], ids=["without the host's part", "a clock that cannot tell"])
+def test_the_bandwidth_counts_both_directions(monkeypatch, few, many):
+    seconds = iter([few, many])
+    monkeypatch.setattr("jdspark.bench.floors.median_seconds", lambda call, rounds: next(seconds))
+    assert copy_bandwidth(1 << 20) == 20 * 2 * (1 << 20) / 2.0
 
 
 def event(name, start, duration, names, graph=None):
