@@ -1,26 +1,16 @@
-"""What a test asks an executable's HLO text: what depends on what, what waits for the host, what is copied."""
+"""What a test asks an executable's HLO text: what waits for the host, and what depends on what."""
 
-import math
 import re
-from typing import Any
 
 INSTRUCTION = re.compile(r"^ *(?P<root>ROOT )?%?(?P<name>[\w.-]+) = .*? (?P<opcode>[a-z][a-z0-9-]*)\((?P<operands>[^)]*)\)")
 
 HOST_OP = re.compile(r"\b(?:infeed|outfeed|send|recv)(?:-done)?\(|custom_call_target=\"[^\"]*callback[^\"]*\"")
 """An instruction that waits for the host."""
 
-COPY = re.compile(r"= \(?\w+\[(?P<dimensions>[\d,]+)\](?:\S*|[^=]*\)) copy(?:-start)?\(")
-
-
-def copies_of(array: Any, text: str) -> list[str]:
-    """The instructions that copy as many numbers as `array` has, whatever their shape."""
-    return [found[0] for found in COPY.finditer(text) if math.prod(map(int, found["dimensions"].split(","))) == array.size]
-
 
 class HloGraph:
-    """The entry computation as a graph.
-
-    Nodes are instructions; a fusion or a call is one. An operand stands ahead of its users, as XLA prints it."""
+    """Of the entry computation. Nodes are instructions; a fusion or a call is one. An operand stands ahead of its users, as XLA
+    prints it."""
 
     def __init__(self, text: str):
         entry = re.search(r"^ENTRY .*?^}", re.sub(r"/\*.*?\*/", "", text), re.M | re.S).group()

@@ -100,9 +100,9 @@ def launched_by_jax(call: Any) -> list[Compilation]:
     return seen
 
 
-def calls(dtype: str = "bfloat16") -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def calls() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Op, operands (name -> shape and dtype) and static arguments: every op that computes, odd sizes among them."""
-    i32, f32 = "int32", "float32"
+    dtype, i32, f32 = "bfloat16", "int32", "float32"
     residual = {"x": ((7, 1024), dtype), "weight": ((7168, 1024), dtype), "residual": ((7, 7168), dtype)}
     return [
         ("linear", {"x": ((2, 7, 3584), dtype), "weight": ((576, 3584), dtype)}, {}),

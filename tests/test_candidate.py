@@ -73,8 +73,8 @@ def test_a_pool_that_is_not_updated_in_place_is_noticed():
     [
         (lambda values: None, "0 results, expected 1"),
         (lambda values: (values, values), "2 results, expected 1"),
-        (lambda values: values[:, :1], "output 0 is {dtype} {short}, expected {dtype} {shape}"),
-        (lambda values: values.double(), "output 0 is float64 {shape}, expected {dtype} {shape}"),
+        (lambda values: values[:, :1], "output 0: shape {short} against {shape}"),
+        (lambda values: values.double(), "output 0: dtype float64 against {dtype}"),
         (lambda values: 3.0, "raised ValueError: result 0 is a float, expected a tensor"),
     ],
     ids=["none", "one more", "wrong shape", "wrong dtype", "no tensor"],

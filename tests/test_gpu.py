@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from jdspark import Geometry, StepOptions, init_state, make_decode_step
+from jdspark.bench.bookkeeping import copies_of
 from jdspark.presets import SMALL_K3, random_drafter
 from torch_bridge import BridgeError, compare, donating, shares_memory, to_jax, to_torch, twin
 from torch_bridge.whole_step import ScriptedTarget, compare_steps
 
-from .hlo_graph import HOST_OP, copies_of
+from .hlo_graph import HOST_OP
 
 pytestmark = pytest.mark.gpu
 

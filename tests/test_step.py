@@ -22,11 +22,12 @@ from jdspark import (
     make_decode_step,
     store_prefill_context,
 )
+from jdspark.bench.bookkeeping import copies_of
 from jdspark.presets import TINY, random_drafter
 from torch_bridge import compare
 from torch_bridge.whole_step import ScriptedTarget
 
-from .hlo_graph import HOST_OP, copies_of
+from .hlo_graph import HOST_OP
 
 
 @pytest.fixture

@@ -164,13 +164,16 @@ LARGE_POOL = 1 << 28
 """Bytes; a copy of a smaller one costs a GPU little, and the CPU's interpreter makes many."""
 
 
+def copies_of(array: Any, text: str) -> list[re.Match[str]]:
+    """The instructions of an HLO text that copy as many numbers as the array has, in whatever shape and dtype."""
+    return [found for found in COPY.finditer(text) if math.prod(map(int, found["dimensions"].split(","))) == array.size]
+
+
 def copies_pool(compiled: Any, pool: Any) -> str:
     """A note for an executable that copies an array as large as a large pool, in whatever shape; empty if it copies none."""
     pool_bytes = pool.size * pool.dtype.itemsize
     if pool_bytes <= LARGE_POOL:
         return ""
     dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(pool.dtype.name)
-    for found in COPY.finditer(compiled.as_text() or ""):
-        if found["dtype"] == dtype and math.prod(map(int, found["dimensions"].split(","))) == pool.size:
-            return f"copies the pool, {pool_bytes / 1e9:.1f} GB"
-    return ""
+    copied = any(found["dtype"] == dtype for found in copies_of(pool, compiled.as_text() or ""))
+    return f"copies the pool, {pool_bytes / 1e9:.1f} GB" if copied else ""
