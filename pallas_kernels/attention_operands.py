@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +15,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdspark.ops.rope import at_positions
 
-from .launch import SWIZZLED, TILE, Ref, interpreter, pieces, struct
+from .launch import CORE, SHARED_BYTES, SWIZZLED, TILE, Ref, interpreter, pieces, struct, zero
 from .norm_rope import negative_zero, norm_rope_pairs, split_pairs
 from .streamed_product import ROWS_BY_COLUMNS
+
+
+def most_nope(rows: int) -> int:
+    """The most of `nope` that the programs have shared memory for beside so many rows."""
+    fixed = 2 * TILE * TILE + rows * TILE * (2 + 2 + 4)
+    return (SHARED_BYTES - fixed) // (2 * TILE + 2 * rows) // TILE * TILE
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))
@@ -65,9 +72,16 @@ def attention_operands(
         start = pl.multiple_of(head * head_dim, 64)
         columns = pl.ds(pl.multiple_of(part * TILE, TILE), TILE)
 
-        def store(values: jax.Array) -> None:
-            staged[...] = values.astype(staged.dtype)
+        def store(values_of: Callable[[pl.Slice], jax.Array]) -> None:
+            for start in range(0, rows, TILE):  # for the sake of registers
+                some = pl.ds(start, min(rows - start, TILE))
+                staged[some] = values_of(some).astype(staged.dtype)
             plgpu.commit_smem()
+            if num_rows <= CORE or num_rows % CORE == 0:  # which the copy engine can cut into runs of 8 rows
+                # rows behind the last are not written
+                plgpu.copy_smem_to_gmem(staged, queries.at[pl.ds(zero(program), rows), head, columns])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                return
             for m in range(num_rows):
                 row_piece.store(queries.at[m, head, columns], row_piece.load(staged.at[m]))
 
@@ -76,21 +90,32 @@ def attention_operands(
             plgpu.copy_gmem_to_smem(k_b.at[head, :, columns], k_smem, ready)
             plgpu.copy_gmem_to_smem(q.at[:, pl.ds(start, nope)], q_smem, ready)
             plgpu.barrier_wait(ready)
-            store(product(transposed, k_smem, q_smem))
+            multiply(transposed, k_smem, q_smem)
+            store(lambda some: columns_of(transposed, some))
 
         @pl.when((head < heads) & (part >= tiles))
         def _rotate() -> None:
             first = pl.multiple_of((part - tiles) * TILE, TILE)
             plgpu.copy_gmem_to_smem(swap, swap_smem, ready)
             plgpu.copy_gmem_to_smem(q.at[:, pl.ds(start + nope + first, TILE)], rope_smem, ready)
-            c, s, numbers = (
-                plgpu.load(ref.at[:, place], layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
-                for ref, place in (
-                    (row_cos, pl.ds(first, TILE)), (row_sin, pl.ds(first, TILE)), (q, pl.ds(start + nope + first, TILE))
-                )
-            )  # fmt: skip
+
+            def factors(some: pl.Slice) -> list[jax.Array]:
+                return [
+                    plgpu.load(ref.at[some, place], layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
+                    for ref, place in (
+                        (row_cos, pl.ds(first, TILE)), (row_sin, pl.ds(first, TILE)), (q, pl.ds(start + nope + first, TILE))
+                    )
+                ]  # fmt: skip
+
+            ahead = factors(pl.ds(0, min(rows, TILE)))  # on their way while the product is made
             plgpu.barrier_wait(ready)
-            store(numbers * c + product(transposed, swap_smem, rope_smem) * s)
+            multiply(transposed, swap_smem, rope_smem)
+
+            def rotated(some: pl.Slice) -> jax.Array:
+                c, s, numbers = factors(some) if some.start else ahead
+                return numbers * c + columns_of(transposed, some) * s
+
+            store(rotated)
 
         @pl.when(head >= heads)
         def _latent() -> None:
@@ -124,16 +149,20 @@ def attention_operands(
     return queries, latents.reshape(num_rows, rank + rope)
 
 
-def product(transposed: Ref, weights: Ref, x: Ref) -> jax.Array:
-    """`x @ weights` in fp32: `[rows, K]`, `[K, 64]`. The interpreter has no tensor cores."""
+def multiply(transposed: Ref, weights: Ref, x: Ref) -> None:
+    """`(x @ weights).T` in fp32: `[rows, K]`, `[K, 64]`. The interpreter has no tensor cores."""
     if jax.default_backend() != "gpu":
         transposed[...] = (x[...].astype(jnp.float32) @ weights[...].astype(jnp.float32)).T
     else:
 
-        def multiply(accumulator: Ref) -> jax.Array:
+        def accumulate(accumulator: Ref) -> jax.Array:
             plgpu.wgmma(accumulator, weights.transpose((1, 0)), x.transpose((1, 0)))
             return accumulator[...]
 
-        transposed[...] = pl.run_scoped(multiply, plgpu.ACC((TILE, x.shape[0]), jnp.float32))
+        transposed[...] = pl.run_scoped(accumulate, plgpu.ACC((TILE, x.shape[0]), jnp.float32))
     plgpu.commit_smem()
-    return plgpu.load(transposed.transpose((1, 0)), layout=ROWS_BY_COLUMNS, optimized=False)
+
+
+def columns_of(transposed: Ref, some: pl.Slice) -> jax.Array:
+    """These columns as rows."""
+    return plgpu.load(transposed.transpose((1, 0)).at[some], layout=ROWS_BY_COLUMNS, optimized=False)

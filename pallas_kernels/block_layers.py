@@ -1,6 +1,6 @@
 """The drafter's layers with every product in kernels that stream the weights: nine launches a layer, two of them attention's.
 
-Between a layer's parts the rows stay padded to a multiple of 8, zeros behind the last one. Against the plain definition, sums
+Between a layer's parts the rows stay padded, zeros behind the last one. Against the plain definition, sums
 are as long and as exact, but RMSNorm multiplies by the row's factor behind the product instead of ahead of it.
 """
 
@@ -16,12 +16,9 @@ from jdspark.drafter import Attend, LayersShape
 from jdspark.ops.rms_norm import rms_norm
 from jdspark.params import DrafterParams
 
-from .attention_operands import attention_operands
-from .launch import CORE, TILE, WARPGROUP, ceil_div
-from .streamed_product import Stacked, normed_rows, streamed_product, unsupported_rows, whole_rows
-
-MAX_NOPE = 704
-"""What a program that multiplies the most rows with `k_b` has shared memory for."""
+from .attention_operands import attention_operands, most_nope
+from .launch import CORE, TILE, WARPGROUP
+from .streamed_product import Stacked, normed_rows, padded, streamed_product, unsupported_rows, whole_rows
 
 
 def unsupported(shape: LayersShape) -> str | None:
@@ -34,8 +31,9 @@ def unsupported(shape: LayersShape) -> str | None:
             return f"{name} is {getattr(config, name)}, its kernels need a multiple of {TILE}"
     if config.kv_lora_rank % WARPGROUP:
         return f"kv_lora_rank is {config.kv_lora_rank}, its kernels need a multiple of {WARPGROUP}"
-    if config.qk_nope_head_dim > MAX_NOPE:
-        return f"qk_nope_head_dim is {config.qk_nope_head_dim}, its kernels take up to {MAX_NOPE}"
+    most = most_nope(padded(shape.rows))
+    if config.qk_nope_head_dim > most:
+        return f"qk_nope_head_dim is {config.qk_nope_head_dim}, with {shape.rows} rows its kernels take up to {most}"
     if config.qk_rope_head_dim >= 2 * WARPGROUP:
         return f"qk_rope_head_dim is {config.qk_rope_head_dim}, its kernels need less than {2 * WARPGROUP}"
     if config.v_head_dim % CORE or config.num_attention_heads * config.v_head_dim % TILE:
@@ -64,7 +62,7 @@ def block_layers(
     eps, heads = config.rms_norm_eps, config.num_attention_heads
     B, block_size, hidden_size = noise.shape
     num_rows = B * block_size
-    rows = ceil_div(num_rows, CORE) * CORE
+    rows = padded(num_rows)
 
     positions = query_positions.reshape(-1)
     h = jnp.pad(noise.reshape(num_rows, hidden_size), ((0, rows - num_rows), (0, 0)))

@@ -1,13 +1,15 @@
-"""The context projection of a step's few rows in two launches: `fc` with the norm behind it, and every layer's `kv_a_proj`."""
+"""The context projection of a step's few rows in two products: `fc` with the norm behind it, and every layer's `kv_a_proj`."""
 
 from __future__ import annotations
 
 import jax
 
 from jdspark.config import DrafterConfig
+from jdspark.ops.linear import linear
 from jdspark.params import DrafterParams
 
-from .streamed_product import streamed_product, unsupported, whole_rows
+from .launch import TILE
+from .streamed_product import Normed, normed_rows, streamed_product, unsupported, whole_rows
 
 __all__ = ["compress_context", "unsupported"]
 
@@ -17,9 +19,16 @@ def compress_context(params: DrafterParams, config: DrafterConfig, captured: jax
     assert params.fc is not None
     assert params.hidden_norm is not None
     num_layers, width, hidden_size = params.kv_a_proj.shape
-    x = whole_rows(captured.astype(params.fc.dtype))
-    (projected,) = streamed_product(x, [params.fc], next_norms=[params.hidden_norm], name="context_projection")
     (compressed,) = streamed_product(
-        projected.normed, [params.kv_a_proj.reshape(-1, hidden_size)], eps=config.rms_norm_eps, name="context_latents"
-    )
+        projected(params.fc, params.hidden_norm, whole_rows(captured)), [params.kv_a_proj.reshape(-1, hidden_size)],
+        eps=config.rms_norm_eps, name="context_latents",
+    )  # fmt: skip
     return compressed.values[: captured.shape[0]].reshape(-1, num_layers, width)
+
+
+def projected(fc: jax.Array, norm: jax.Array, captured: jax.Array) -> Normed:
+    """`captured @ fc.T` and most of the norm behind it. XLA's product, whose programs own more weights, is faster above 64 rows."""
+    if captured.shape[0] > TILE:
+        return normed_rows(linear(captured, fc), norm)
+    (result,) = streamed_product(captured.astype(fc.dtype), [fc], next_norms=[norm], name="context_projection")
+    return result.normed

@@ -5,11 +5,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jdspark.drafter import ProductShape
 from jdspark.params import DrafterParams
 
-from .streamed_product import streamed_product, unsupported, whole_rows
+from . import streamed_product as streaming
+from .launch import TILE
+from .streamed_product import streamed_product, whole_rows
 
-__all__ = ["draft_logits", "unsupported"]
+
+def unsupported(shape: ProductShape) -> str | None:
+    """None if the kernel can run this product here, and not slower than XLA's, else the reason."""
+    if reason := streaming.unsupported(shape):
+        return reason
+    return f"it has {shape.rows} rows, XLA's product is faster above {TILE}" if shape.rows > TILE else None
 
 
 def draft_logits(params: DrafterParams, slot_hidden: jax.Array) -> jax.Array:

@@ -27,6 +27,9 @@ VECTOR_BYTES = 16
 MULTIPROCESSORS = 132
 """Of an H100 or H200: a launch divides its work among about as many programs. `grid_barrier` asks the GPU instead."""
 
+SHARED_BYTES = 226 << 10
+"""Of a program's shared memory on Hopper, what is left beside its barriers and a reduction's scratch."""
+
 TILE = 64
 """Rows that a tensor core's instruction multiplies."""
 

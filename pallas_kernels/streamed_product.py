@@ -6,6 +6,10 @@ programs. What stands before and behind a product in the drafter is done where t
 and RMSNorm in two halves. `rms_norm(h, w) @ W` is `((h * w) @ W) * rsqrt(mean(h^2) + eps)`: the program that makes a part of
 h writes `h * w` and the part's sum of squares, and the next product's programs multiply their fp32 sums by the row's factor.
 
+With more rows of x a multiprocessor is busier with them than with the weights, which programs with more weight rows make up
+for. Where there are too few such programs, a cluster of them divides the contraction: each leaves its sums in its own shared
+memory, and each finishes some of the rows from what all have there.
+
 Tensor cores multiply 64 rows at once and a program owns fewer. So `folds` chunks of the contraction lie one below the other,
 the program's weight rows of each, and so do the same chunks of x. An instruction multiplies all with all; of its sums only
 those of a chunk with itself mean something, blocks on the diagonal, and they are added at the end.
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +32,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdspark.drafter import ProductShape
 
-from .launch import CORE, MULTIPROCESSORS, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, why_no_wgmma, zero
+from .cluster import RANK, cluster_barrier, load_of, meet
+from .launch import CORE, MULTIPROCESSORS, SHARED_BYTES, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, why_no_wgmma, zero
 
 CHUNKS = (512, 256, 128, 64)
 """How much of the contraction one copy may have."""
 
-STAGE_BYTES, RING_BYTES, MAX_STAGES = 32 << 10, 208 << 10, 16
+STAGE_BYTES, MAX_STAGES = 32 << 10, 16
 
 COPIER, MULTIPLIER = 0, 1
 """Warpgroups of a program."""
@@ -74,9 +80,8 @@ class Result(NamedTuple):
     """The values' `Normed`; None if no norm follows."""
 
 
-MAX_ROWS = 64
-"""Rows up to which this is faster than XLA's products: every program copies all of x for its few weight rows, and what a
-multiprocessor can take in decides from some 40 rows on."""
+MAX_ROWS = 256
+"""Rows that an instruction multiplies and the copy engine brings at once."""
 
 
 def unsupported_rows(rows: int, dtypes: Sequence[str]) -> str | None:
@@ -102,9 +107,15 @@ def unsupported(shape: ProductShape) -> str | None:
     return None
 
 
+def padded(rows: int) -> int:
+    """How many rows `streamed_product` is given for so many: a multiple of 8, of 16 where two programs may divide them."""
+    step = CORE if rows <= TILE else 2 * CORE
+    return ceil_div(rows, step) * step
+
+
 def whole_rows(x: jax.Array) -> jax.Array:
-    """`[rows, ...]` with rows up to 8 or, zeros behind the last one, a multiple of 8: what `streamed_product` takes."""
-    missing = 0 if x.shape[0] <= CORE else -x.shape[0] % CORE
+    """`[padded(rows), ...]`, zeros behind the last row; up to 8 rows are left as they are."""
+    missing = 0 if x.shape[0] <= CORE else padded(x.shape[0]) - x.shape[0]
     return jnp.pad(x, ((0, missing), *((0, 0) for _ in x.shape[1:]))) if missing else x
 
 
@@ -115,9 +126,20 @@ def normed_rows(h: jax.Array, norm: jax.Array) -> Normed:
     return Normed((wide * norm.astype(jnp.float32)).astype(h.dtype), squares)
 
 
-def rows_per_program(widths: Sequence[int], rows: int, programs: int, *, gated: bool = False, group: int | None = None) -> int:
-    """Weight rows per program, a multiple of 8 that divides every result: those for which the busiest multiprocessor, one of
-    `programs`, copies least, x's rows for each program counted.
+CLUSTERS = (1, 2, 4)
+"""Programs that may divide a contraction, each at least `LEAST_STRETCH` of it: a shorter one is over before the cluster meets."""
+
+LEAST_STRETCH = 1024
+
+MEETING_BYTES = 96 << 10
+"""What a multiprocessor takes in while a cluster's programs wait for each other."""
+
+
+def rows_and_cluster(
+    widths: Sequence[int], rows: int, K: int, programs: int, *, gated: bool = False, group: int | None = None
+) -> tuple[int, int]:
+    """Weight rows per program, a multiple of 8 that divides every result, and how many programs divide the contraction: those
+    with which the busiest multiprocessor, one of `programs`, copies least, x's rows for each program counted.
 
     A gated product owns as many rows of the gate as of the other factor; a program of a grouped one stays inside a group.
     """
@@ -126,7 +148,21 @@ def rows_per_program(widths: Sequence[int], rows: int, programs: int, *, gated: 
     fitting = [r for r in range(TILE, 0, -CORE * sides) if all(n * sides % r == 0 for n in divided)]
     if not fitting:
         raise ValueError(f"streamed_product: weights of {divided} rows do not divide into runs of {CORE} rows")
-    return min(fitting, key=lambda owned: ceil_div(sum(n * sides // owned for n in widths), programs) * (owned + rows))
+
+    def copied(owned: int, cluster: int) -> int:
+        tiles = sum(n * sides // owned for n in widths)
+        # a cluster lies in one part of the GPU, whose multiprocessors need not be a multiple of 4
+        at_once = programs // cluster - (cluster > 2)
+        return ceil_div(tiles, at_once) * (owned + rows) * K * 2 // cluster + MEETING_BYTES * (cluster > 1)
+
+    def possible(cluster: int) -> bool:
+        whole = rows % (CORE * cluster) == 0 and K % (CHUNKS[-1] * cluster) == 0
+        return whole and K >= LEAST_STRETCH * cluster and programs >= 2 * cluster
+
+    # in the interpreter no program knows another's memory
+    divisible = rows > TILE and group is None and jax.default_backend() == "gpu"
+    clusters = [1, *(c for c in CLUSTERS[1:] if divisible and possible(c))]
+    return min(itertools.product(fitting, clusters), key=lambda choice: copied(*choice))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,21 +181,25 @@ class Division:
     steps: int
     stages: int
     """Steps that the ring holds."""
+    cluster: int
+    """Programs that divide the contraction, each so many steps."""
 
     @classmethod
     def of(cls, widths: Sequence[int], rows: int, K: int, programs: int, *, gated: bool, group: int | None) -> Division:
         """Of results of these widths; `group`: how many columns belong to one weight of a grouped product."""
         if K % CHUNKS[-1] or rows % CORE:
             raise ValueError(f"streamed_product: x is [{rows}, {K}], expected rows in multiples of {CORE}, K of {CHUNKS[-1]}")
-        owned = rows_per_program(widths, rows, programs, gated=gated, group=group)
+        owned, cluster = rows_and_cluster(widths, rows, K, programs, gated=gated, group=group)
         fitting = max(1, TILE // max(owned, rows))
-        chunk = next(c for c in CHUNKS if K % c == 0 and (fitting * (owned + rows) * c * 2 <= STAGE_BYTES or c == CHUNKS[-1]))
-        folds = next(f for f in range(fitting, 0, -1) if K // chunk % f == 0)
-        steps = K // chunk // folds
+        narrow = [c for c in CHUNKS if K % (c * cluster) == 0 and fitting * (owned + rows) * c * 2 <= STAGE_BYTES]
+        chunk = max(narrow, default=CHUNKS[-1])
+        chunks = K // chunk // cluster
+        folds = next(f for f in range(fitting, 0, -1) if chunks % f == 0)
         unused = (TILE - folds * owned) * chunk * 2  # what the multiplication of the last stage reads behind it
-        stages = min(steps, MAX_STAGES, (RING_BYTES - unused) // (folds * (owned + rows) * chunk * 2))
+        ring_bytes = SHARED_BYTES - (2 << 10) - TILE * folds * rows * 4
+        stages = min(chunks // folds, MAX_STAGES, (ring_bytes - unused) // (folds * (owned + rows) * chunk * 2))
         columns = owned // 2 if gated else owned
-        return cls(tuple(n // columns for n in widths), columns, owned, chunk, folds, steps, stages)
+        return cls(tuple(n // columns for n in widths), columns, owned, chunk, folds, chunks // folds, stages, cluster)
 
 
 class Refs(NamedTuple):
@@ -217,6 +257,8 @@ def streamed_product(
     chunk, owned, columns, folds, stages = division.chunk, division.owned, division.columns, division.folds, division.stages
     firsts = [sum(division.tiles[:i]) for i in range(len(widths))]
     parts = [ceil_div(count, CORE) * CORE for count in division.tiles]
+    rows_each = rows // division.cluster
+    rows_at_once = next(r for r in range(min(rows_each, TILE), 0, -CORE) if rows_each % r == 0)  # for the sake of registers
 
     def named(refs: Sequence[Ref]) -> tuple[Refs, list[Ref]]:
         """The launch's refs, in the order of its operands and results, and its scratch behind them."""
@@ -233,8 +275,14 @@ def streamed_product(
         return Refs(*operands, results), list(rest)
 
     def stream(*refs: Ref) -> None:
-        gmem, (w_smem, x_smem, sums_smem, full, free) = named(refs)
+        gmem, (w_smem, x_smem, sums_smem, full, free, *meetings) = named(refs)
         tile, warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
+        rank = lax.axis_index(RANK) if division.cluster > 1 else 0
+
+        def rows_of(turn: int, fold: int = 0) -> pl.Slice:
+            """Those of a fold that this program finishes in a turn."""
+            start = fold * rows + rank * rows_each + turn * rows_at_once
+            return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, CORE), rows_at_once)
 
         def for_result(act: Callable[[int, Any], None]) -> None:
             """Call `act(i, number)`: this program makes part `number` of result i."""
@@ -257,7 +305,8 @@ def streamed_product(
                     of_group = lax.div(start, jnp.int32(group)) if group else None
                     start = lax.rem(start, jnp.int32(group)) if group else start
                     for fold in range(folds):
-                        stretch = pl.ds(pl.multiple_of((step * folds + fold) * chunk, 64), chunk)
+                        first = ((rank * division.steps + step) * folds + fold) * chunk
+                        stretch = pl.ds(pl.multiple_of(first, 64), chunk)
                         x_source = gmem.x.at[x_rows, of_group, stretch] if grouped else gmem.x.at[x_rows, stretch]
                         x_place = x_smem.at[slot, pl.ds(fold * rows, rows)]
                         plgpu.copy_gmem_to_smem(x_source, x_place, full.at[slot])
@@ -276,53 +325,68 @@ def streamed_product(
 
         @pl.when(warpgroup == MULTIPLIER)
         def _multiply() -> None:
-            # what does not depend on the product is on its way while that is made
-            factor = added = known_norm = None
-            if gmem.square_sums is not None:
-                square_sums = plgpu.load(gmem.square_sums, layout=ROWS_BY_COLUMNS, optimized=False)
-                factor = lax.rsqrt(jnp.sum(square_sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
             of_tile = pl.ds(pl.multiple_of(tile * columns, CORE), columns)  # where there is but one result
-            if gmem.residual is not None:
-                residual = gmem.residual.at[:, of_tile]
-                added = plgpu.load(residual, layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
-            if len(widths) == 1 and gmem.norms[0] is not None:
-                known_norm = load_norm(gmem.norms[0], of_tile)
-            sums_smem[...] = sums(w_smem, x_smem, full, free, division)
 
-            def side(index: int) -> jax.Array:
+            def known(turn: int) -> tuple[jax.Array | None, jax.Array | None]:
+                """What does not depend on the product: the norm's factor of each row, and the residual."""
+                factor = added = None
+                if gmem.square_sums is not None:
+                    square_sums = plgpu.load(gmem.square_sums.at[rows_of(turn)], layout=ROWS_BY_COLUMNS, optimized=False)
+                    factor = lax.rsqrt(jnp.sum(square_sums, axis=1) * jnp.float32(1 / K) + jnp.float32(eps))
+                if gmem.residual is not None:
+                    residual = gmem.residual.at[rows_of(turn), of_tile]
+                    added = plgpu.load(residual, layout=ROWS_BY_COLUMNS, optimized=False).astype(jnp.float32)
+                return factor, added
+
+            ahead = known(0)  # on its way while the product is made
+            known_norm = load_norm(gmem.norms[0], of_tile) if len(widths) == 1 and gmem.norms[0] is not None else None
+            sums_smem[...] = sums(w_smem, x_smem, full, free, division)
+            if meetings:
+                meet(meetings[0])
+
+            def side(index: int, turn: int, factor: jax.Array | None) -> jax.Array:
                 """`[rows, columns]` of the sums, with the norm's factor, rounded as a product is."""
-                blocks = [
-                    sums_smem.transpose((1, 0)).at[pl.ds(fold * rows, rows), pl.ds(fold * owned + index * columns, columns)]
+                loaded = [
+                    load_of(
+                        sums_smem.transpose((1, 0)).at[rows_of(turn, fold), pl.ds(fold * owned + index * columns, columns)],
+                        member, ROWS_BY_COLUMNS, division.cluster,
+                    )
+                    for member in range(division.cluster)
                     for fold in range(folds)
-                ]
-                loaded = [plgpu.load(block, layout=ROWS_BY_COLUMNS, optimized=False) for block in blocks]
+                ]  # fmt: skip
                 values = functools.reduce(operator.add, loaded)
                 if factor is not None:
                     values = values * lax.broadcast_in_dim(factor, values.shape, [0])
                 return values.astype(dtype).astype(jnp.float32)
 
             def finish(i: int, number: Any) -> None:
+                for turn in range(rows_each // rows_at_once):
+                    finish_rows(i, number, turn, *(known(turn) if turn else ahead))
+
+            def finish_rows(i: int, number: Any, turn: int, factor: jax.Array | None, added: jax.Array | None) -> None:
                 place = pl.ds(pl.multiple_of(number * columns, CORE), columns)
-                values = side(0)
+                values = side(0, turn, factor)
                 if gated:
-                    values = values / (1 + jnp.exp(-values)) * side(1)
+                    values = values / (1 + jnp.exp(-values)) * side(1, turn, factor)
                 if added is not None:
                     values = values + added
                 values = values.astype(dtype)
                 values_ref, scaled_ref, squares_ref = gmem.results[i]
                 if values_ref is not None:
-                    values_ref[:, place] = values.astype(values_ref.dtype)
+                    values_ref[rows_of(turn), place] = values.astype(values_ref.dtype)
                 if scaled_ref is None:
                     return
                 values = values.astype(jnp.float32)
                 norm = load_norm(gmem.norms[i], place) if known_norm is None else known_norm
                 scaled = values * lax.broadcast_in_dim(norm, values.shape, [1])
-                scaled_ref[:, place] = scaled.astype(dtype)
-                squares_ref[:, number] = jnp.sum(values * values, axis=1)
+                scaled_ref[rows_of(turn), place] = scaled.astype(dtype)
+                squares_ref[rows_of(turn), number] = jnp.sum(values * values, axis=1)
                 if parts[i] > division.tiles[i]:
-                    fill_zeros(squares_ref, number, division.tiles[i], parts[i])
+                    fill_zeros(squares_ref.at[rows_of(turn)], number, division.tiles[i], parts[i])
 
             for_result(finish)
+            if meetings:
+                meet(meetings[1])  # no program ends, and takes its memory with it, while another reads there
 
     def load_norm(norm: Ref, place: pl.Slice) -> jax.Array:
         return plgpu.load(norm.at[place], layout=ROWS_BY_COLUMNS.reduce(0), optimized=False).astype(jnp.float32)
@@ -331,7 +395,7 @@ def streamed_product(
         @pl.when(number == 0)
         def _fill() -> None:
             for part in range(first, end):
-                squares_ref[:, part] = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), ROWS_BY_COLUMNS.reduce(1))
+                squares_ref[:, part] = plgpu.layout_cast(jnp.zeros((rows_at_once,), jnp.float32), ROWS_BY_COLUMNS.reduce(1))
 
     stream.__name__ = name
     out_types = []
@@ -344,6 +408,8 @@ def streamed_product(
         out_type=tuple(out_types),
         grid=(sum(division.tiles),),
         grid_names=("tile",),
+        cluster=(division.cluster,) if division.cluster > 1 else (),
+        cluster_names=(RANK,) if division.cluster > 1 else (),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=(
@@ -352,6 +418,7 @@ def streamed_product(
             plgpu.SMEM((TILE, folds * rows), jnp.float32),
             plgpu.Barrier(num_arrivals=folds * (1 + sides), num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
+            *([cluster_barrier(), cluster_barrier()] if division.cluster > 1 else []),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter(),
