@@ -424,6 +424,16 @@ def split(
                 lax.fori_loop(0, half // 64, chunk, None)
                 plgpu.commit_smem()
 
+            def leave(piece: Piece, column: int, total: jax.Array) -> None:
+                """The finished sums of the columns from this one on go out through the place of the queries."""
+                for start in range(column, column + total.shape[1], 64):
+                    staged = q_smem.at[(warpgroup - VALUES[0]) * (half // 64) + start // 64]
+                    staged[...] = total[:, start - column : start - column + 64].astype(q_smem.dtype)
+                    plgpu.commit_smem()
+                    # rows behind the last are not written
+                    place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(start, 64)]
+                    plgpu.copy_smem_to_gmem(staged, place)
+
             def work(piece: Piece) -> None:
                 def tile(t: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
                     slot = stage(piece, t)
@@ -435,22 +445,16 @@ def split(
                     totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
                     plgpu.barrier_wait(weights_full)
                     values = [kv_smem.at[slot, :, columns(i * product_columns, product_columns)] for i in range(len(totals))]
-                    totals = add_products(totals, weights_smem, values)
+                    for i, columns_of in enumerate(values):
+                        [totals[i]] = add_products([totals[i]], weights_smem, [columns_of])
+                        # on their way while the next are multiplied; the queries have done their duty, all scores are there
+                        pl.when(t == piece.high - 1)(functools.partial(leave, piece, i * product_columns, totals[i]))
                     plgpu.barrier_arrive(weights_free)
                     plgpu.barrier_arrive(kv_free.at[slot])
                     return totals
 
                 start = [splat(0, (ROWS, product_columns), plgpu.Layout.WGMMA)] * (half // product_columns)
-                totals = lax.fori_loop(piece.low, piece.high, tile, start)
-                # the queries have done their duty: the sums leave through their place
-                for i in range(half // 64):
-                    total, column = totals[i * 64 // product_columns], i * 64 % product_columns
-                    staged = q_smem.at[(warpgroup - VALUES[0]) * (half // 64) + i]
-                    staged[...] = total[:, column : column + 64].astype(q_smem.dtype)
-                    plgpu.commit_smem()
-                    # rows behind the last are not written
-                    place = sums.at[row_block, program + piece.b, pl.ds(zero(program), ROWS), columns(i * 64, 64)]
-                    plgpu.copy_smem_to_gmem(staged, place)
+                lax.fori_loop(piece.low, piece.high, tile, start)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_free)
 

@@ -27,7 +27,10 @@ def compress_context(params: DrafterParams, config: DrafterConfig, captured: jax
 
 
 def projected(fc: jax.Array, norm: jax.Array, captured: jax.Array) -> Normed:
-    """`captured @ fc.T` and most of the norm behind it. XLA's product, whose programs own more weights, is faster above 64 rows."""
+    """`captured @ fc.T` and most of the norm behind it.
+
+    Above 64 rows by XLA's product, which is faster there: its programs have more rows of the weights for each of x.
+    """
     if captured.shape[0] > TILE:
         return normed_rows(linear(captured, fc), norm)
     (result,) = streamed_product(captured.astype(fc.dtype), [fc], next_norms=[norm], name="context_projection")

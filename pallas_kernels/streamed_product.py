@@ -127,9 +127,10 @@ def normed_rows(h: jax.Array, norm: jax.Array) -> Normed:
 
 
 CLUSTERS = (1, 2, 4)
-"""Programs that may divide a contraction, each at least `LEAST_STRETCH` of it: a shorter one is over before the cluster meets."""
+"""Programs that may divide a contraction."""
 
 LEAST_STRETCH = 1024
+"""Of the contraction, for each of them: less costs no more time than their meeting does."""
 
 MEETING_BYTES = 96 << 10
 """What a multiprocessor takes in while a cluster's programs wait for each other."""
@@ -157,7 +158,7 @@ def rows_and_cluster(
 
     def possible(cluster: int) -> bool:
         whole = rows % (CORE * cluster) == 0 and K % (CHUNKS[-1] * cluster) == 0
-        return whole and K >= LEAST_STRETCH * cluster and programs >= 2 * cluster
+        return whole and LEAST_STRETCH * cluster <= K and programs >= 2 * cluster
 
     # in the interpreter no program knows another's memory
     divisible = rows > TILE and group is None and jax.default_backend() == "gpu"
