@@ -72,6 +72,9 @@ class Figures:
         return bool(self.error) or NO_PROFILE in self.note
 
 
+LEAST_CALLS, ROUND_SECONDS = 8, 0.1
+"""Of a variant in a round, back to back: those that take so long, and no fewer than these."""
+
 NO_PROFILE = "no profile: "
 
 
@@ -177,7 +180,7 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
     A variant that raises gets the message in its figures and stops no other.
 
     Args:
-        calls: of each variant in each round, back to back, behind one that is waited for and not timed.
+        calls: of each variant in each round, back to back, behind one that is waited for and not counted; fewer of a slow one.
         profiled_calls: of each variant under the profiler; 0 leaves the profile out, as on a CPU, where there is none.
     """
     wall: dict[str, list[float]] = {name: [] for name in variants}
@@ -187,10 +190,12 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
             if figures[name].error:
                 continue
             with _noting(figures[name]):
-                repeat(variant, 1)  # the calls before were another variant's, which are not what a caller's next one follows
-                wall[name].append(seconds_of(functools.partial(repeat, variant, calls)) / calls / variant.steps)
+                # the calls before were another variant's, which are not what a caller's next one follows
+                once = seconds_of(functools.partial(repeat, variant, 1))
+                some = min(calls, max(LEAST_CALLS, int(ROUND_SECONDS / max(once, 1e-6))))
+                wall[name].append(seconds_of(functools.partial(repeat, variant, some)) / some / variant.steps)
                 if variant.device_seconds is not None:
-                    device[name].append(variant.device_seconds(calls) / calls / variant.steps)
+                    device[name].append(variant.device_seconds(some) / some / variant.steps)
     for name, variant in variants.items():
         of_variant = figures[name]
         if of_variant.error:

@@ -34,6 +34,9 @@ from .whole_step import lowered_loop, run_loop
 
 TARGET_VOCAB, CONTEXT = 163840, 2048
 
+STEPS = 25
+"""In one dispatch."""
+
 SWITCH = {on: StepOptions(fused_prologue=True, overlap_context_projection=on) for on in (False, True)}
 IN_TORCH = {False: "torch fused", True: "torch fused, overlap"}
 
@@ -116,7 +119,7 @@ def row_of(
 
 def measured(scale: Scale, batches: Sequence[int], *, seed: int, rounds: int) -> Iterator[Row]:
     """Rows of every batch size: JAX's and, where torch is there, torch's."""
-    params, side, steps = scale.drafter(seed), torch_side(), scale.step_loop
+    params, side = scale.drafter(seed), torch_side()
     carried: dict[int, Carried] = {}
     inputs: dict[int, StepInputs] = {}
     lower: dict[tuple[int, bool], Callable[[], Any]] = {}
@@ -125,7 +128,7 @@ def measured(scale: Scale, batches: Sequence[int], *, seed: int, rounds: int) ->
         carried[B] = Carried(filled_state(scale, geometry))
         inputs[B] = draw_inputs(np.random.default_rng(seed), scale, geometry, B)
         for on, options in SWITCH.items():
-            lower[B, on] = functools.partial(lowered_loop, scale, options, params, carried[B].state, inputs[B])
+            lower[B, on] = functools.partial(lowered_loop, STEPS, options, params, carried[B].state, inputs[B])
     compiled = compile_all(lower, first_alone=True)
     for B in batches:
         run = {on: functools.partial(run_loop, or_raise(compiled[B, on]), params, carried[B], [inputs[B]]) for on in SWITCH}
@@ -134,13 +137,13 @@ def measured(scale: Scale, batches: Sequence[int], *, seed: int, rounds: int) ->
         accept = functools.partial(ops.accept_strict, backend=step_paths(params, SWITCH[True], B)["accept_strict"].backend)
         alone = Variant(functools.partial(jax.jit(accept), inputs[B].logits, inputs[B].draft_tokens))
         repeat(alone, 1)
-        yield row_of("jax", B, run, functools.partial(repeat, alone, 1), rounds=rounds, steps=steps)
+        yield row_of("jax", B, run, functools.partial(repeat, alone, 1), rounds=rounds, steps=STEPS)
         if side is not None:
             weights, state, sets = side.as_shared(params), side.torch_state(carried[B].state), side.as_shared([inputs[B]])
             graphs = {on: side.step_variant(name, weights, state, sets) for on, name in IN_TORCH.items()}
-            run = {on: functools.partial(repeat, graph, steps) for on, graph in graphs.items()}
+            run = {on: functools.partial(repeat, graph, STEPS) for on, graph in graphs.items()}
             alone = side.accept_variant(sets[0])
-            yield row_of("torch graph", B, run, functools.partial(repeat, alone, 1), rounds=rounds, steps=steps)
+            yield row_of("torch graph", B, run, functools.partial(repeat, alone, 1), rounds=rounds, steps=STEPS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -358,22 +358,26 @@ class StepCell:
         def variant(name: str) -> Variant:
             of = compiled()
             return whole_step.variant(
-                of[name, False], of.get((name, True)), self.run.scale, steps[name], self.params, self.carried, self.sets
-            )
+                of[name, False], of.get((name, True)), self.loop_steps(options[name]), steps[name], self.params, self.carried,
+                self.sets,
+            )  # fmt: skip
 
         return build | {name: functools.partial(variant, name) for name in jax_names}
 
     def lowering(self, step: DecodeStep, options: StepOptions) -> dict[bool, Callable[[], Any]]:
         """Traces the loop of steps (True), where there is one, and the step (False)."""
-        scale, inputs = self.run.scale, self.sets[0]
+        inputs = self.sets[0]
 
         def loop() -> Any:
-            return whole_step.lowered_loop(scale, options, self.params, self.carried.state, inputs)
+            return whole_step.lowered_loop(self.loop_steps(options), options, self.params, self.carried.state, inputs)
 
         def lower() -> Any:
             return step.lower(self.params, self.carried.state, inputs)
 
-        return {True: loop, False: lower} if scale.step_loop else {False: lower}
+        return {True: loop, False: lower} if self.run.scale.step_loop else {False: lower}
+
+    def loop_steps(self, options: StepOptions) -> int:
+        return whole_step.loop_steps(self.run.scale, options, self.geometry)
 
     def rows(self, build: Build, took: dict[str, float]) -> Iterator[Row]:
         """Each variant as it comes, then all of them in turn. `took` has the seconds that each took at the last cell."""

@@ -52,8 +52,8 @@ class Scale:
     """Of the copy that measures the bandwidth, and of the flush between calls."""
     loop: int
     """Passes over the sets of operands in one dispatch of the bookkeeping."""
-    step_loop: int = 25
-    """Steps in one dispatch of the whole step's loop; 0 leaves it out, as on a CPU, where there is no device time to find."""
+    step_loop: int = 100
+    """The most steps in one dispatch of the whole step's loop; 0 leaves it out, as on a CPU, where there is no device time."""
     steps_left_out: frozenset[str] = frozenset()
     """JAX's variants of the whole step that are not measured: a Pallas step takes the longest to trace."""
     rounds: int = 7

@@ -47,8 +47,19 @@ def make_step(scale: Scale, geometry: Geometry, options: StepOptions) -> DecodeS
     return make_decode_step(scale.config, geometry, options)
 
 
-def lowered_loop(scale: Scale, options: StepOptions, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
-    """Many steps on the same inputs in one jitted loop, the state donated: `jax.stages.Lowered`.
+def loop_steps(scale: Scale, options: StepOptions, geometry: Geometry) -> int:
+    """Steps in one dispatch of this step's loop: so many that what each dispatch has besides is little, in its share of a step.
+
+    Where XLA gathers the contexts a step takes milliseconds, and fewer do.
+    """
+    tokens = geometry.max_batch * geometry.max_ctx
+    if tokens <= 8192 or "pallas" in backends_of(options):
+        return scale.step_loop
+    return max(1, scale.step_loop // (4 if tokens < 131072 else 8))
+
+
+def lowered_loop(steps: int, options: StepOptions, params: DrafterParams, state: DecodeState, inputs: StepInputs) -> Any:
+    """So many steps on the same inputs in one jitted loop, the state donated: `jax.stages.Lowered`.
 
     A step streams its weights through the cache, which is empty of everything else when the next one begins. The barrier keeps
     what depends on weights and inputs alone inside the loop.
@@ -67,7 +78,7 @@ def lowered_loop(scale: Scale, options: StepOptions, params: DrafterParams, stat
         body = functools.partial(one_step, params=params, inputs=inputs, constant=constant)
         shapes = jax.eval_shape(lambda: body(0, (changing, None)))[1]
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.fori_loop(0, scale.step_loop, body, (changing, empty))
+        return jax.lax.fori_loop(0, steps, body, (changing, empty))
 
     return jax.jit(loop, donate_argnums=1, compiler_options=step_compiler_options(options)).lower(
         params, changing, constant, inputs
@@ -83,20 +94,20 @@ def run_loop(loop: Any, params: DrafterParams, carried: Carried, sets: Sequence[
 
 
 def loop_seconds(run: Callable[[int], None]) -> float:
-    """Device seconds of one run of a loop: three less one, so that the host's part of a call is not in it."""
+    """Device seconds of one run of a loop: two less one, so that the host's part of a call is not in it."""
     run(1)  # the calls before may have been other executables'; their command buffers are not this one's
     once = seconds_of(functools.partial(run, 1))
-    return (seconds_of(functools.partial(run, 3)) - once) / 2
+    return seconds_of(functools.partial(run, 2)) - once
 
 
 def variant(
-    warm: Any, loop: Any, scale: Scale, step: DecodeStep, params: DrafterParams, carried: Carried, sets: Sequence[StepInputs]
+    warm: Any, loop: Any, steps: int, step: DecodeStep, params: DrafterParams, carried: Carried, sets: Sequence[StepInputs]
 ) -> Variant:
     """A call is one step through the public interface, checks and dispatch included, on the carried state.
 
     Args:
         warm: the compiled step or why there is none, as `compile_all` has it; calls find it in the step's own cache.
-        loop: `lowered_loop` compiled, or why there is none; device time is what a step of it takes.
+        loop: `lowered_loop` of so many `steps` compiled, or why there is none; device time is what a step of it takes.
     """
     or_raise(warm)
     in_turn = itertools.cycle(sets)
@@ -115,6 +126,6 @@ def variant(
 
     looped(1)
     return Variant(
-        run, device_seconds=lambda calls: loop_seconds(looped) / scale.step_loop * calls, device_clock="loop",
+        run, device_seconds=lambda calls: loop_seconds(looped) / steps * calls, device_clock="loop",
         note=copies_pool(loop, carried.state.pool),
     )  # fmt: skip
