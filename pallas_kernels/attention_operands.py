@@ -82,8 +82,14 @@ def attention_operands(
                 plgpu.copy_smem_to_gmem(staged, queries.at[pl.ds(zero(program), rows), head, columns])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 return
-            for m in range(num_rows):
-                row_piece.store(queries.at[m, head, columns], row_piece.load(staged.at[m]))
+
+            def store_rows(first: jax.Array | int, count: int) -> None:
+                for m in range(count):
+                    row_piece.store(queries.at[first + m, head, columns], row_piece.load(staged.at[first + m]))
+
+            whole = num_rows // CORE
+            lax.fori_loop(0, whole, lambda i, _: store_rows(i * CORE, CORE), None)
+            store_rows(whole * CORE, num_rows % CORE)
 
         @pl.when((head < heads) & (part < tiles))
         def _absorb() -> None:

@@ -259,7 +259,8 @@ def streamed_product(
     firsts = [sum(division.tiles[:i]) for i in range(len(widths))]
     parts = [ceil_div(count, CORE) * CORE for count in division.tiles]
     rows_each = rows // division.cluster
-    rows_at_once = next(r for r in range(min(rows_each, TILE), 0, -CORE) if rows_each % r == 0)  # for the sake of registers
+    turns = ceil_div(rows_each, TILE)  # for the sake of registers
+    rows_at_once = ceil_div(rows_each, turns * CORE) * CORE
 
     def named(refs: Sequence[Ref]) -> tuple[Refs, list[Ref]]:
         """The launch's refs, in the order of its operands and results, and its scratch behind them."""
@@ -281,8 +282,8 @@ def streamed_product(
         rank = lax.axis_index(RANK) if division.cluster > 1 else 0
 
         def rows_of(turn: int, fold: int = 0) -> pl.Slice:
-            """Those of a fold that this program finishes in a turn."""
-            start = fold * rows + rank * rows_each + turn * rows_at_once
+            """Those of a fold that this program finishes in a turn; the last may repeat some of the one before."""
+            start = fold * rows + rank * rows_each + min(turn * rows_at_once, rows_each - rows_at_once)
             return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, CORE), rows_at_once)
 
         def for_result(act: Callable[[int, Any], None]) -> None:
@@ -361,7 +362,7 @@ def streamed_product(
                 return values.astype(dtype).astype(jnp.float32)
 
             def finish(i: int, number: Any) -> None:
-                for turn in range(rows_each // rows_at_once):
+                for turn in range(turns):
                     finish_rows(i, number, turn, *(known(turn) if turn else ahead))
 
             def finish_rows(i: int, number: Any, turn: int, factor: jax.Array | None, added: jax.Array | None) -> None:

@@ -137,13 +137,13 @@ def test_a_variant_that_raises_stops_no_other():
 
 @pytest.mark.parametrize(("seconds", "calls"), [(0.0004, 60), (0.002, 50), (0.5, 8)])
 def test_a_slow_variant_is_called_less(monkeypatch, seconds, calls):
-    """The first call of a round, which is waited for, says how many follow."""
+    """A call that is waited for says how many follow."""
     monkeypatch.setattr("jdspark.bench.clock.seconds_of", lambda call: call() or seconds)
     ran, asked = [], []
     variant = Variant(lambda: ran.append(None), lambda _: None, device_seconds=lambda some: asked.append(some) or 1.0)
     clock.in_turn({"one": variant}, {"one": Figures()}, rounds=2, calls=60, profiled_calls=0)
     assert asked == [calls, calls]
-    assert len(ran) == 2 * (1 + calls)
+    assert len(ran) == 2 * (1 + 1 + 1 + calls)
 
 
 def test_figures_of_a_profile_are_per_step(monkeypatch):
@@ -454,6 +454,12 @@ def test_the_timed_loop_and_the_calls_take_all_sets_in_turn(drawn):
     assert seen["step"] == ["c", "a"]
 
 
+def test_what_a_row_of_calls_has_at_its_ends_is_in_no_call():
+    row = lambda calls: 0.5 + calls * 0.25  # noqa: E731
+    assert clock.seconds_per_call(1, row(1), 9, row(9)) == 0.25
+    assert clock.seconds_per_call(1, 3.0, 4, 2.0) == 0.5, "a hiccup in the shorter row"
+
+
 def test_a_loop_has_fewer_steps_where_each_gathers_a_long_context():
     of = functools.partial(whole_step.loop_steps, FULL)
     pallas = StepOptions(backend="pallas")
@@ -689,7 +695,9 @@ def test_a_round_begins_with_a_call_that_does_not_count(monkeypatch):
     monkeypatch.setattr(clock, "seconds_of", seconds_of)
     variants = {name: Variant(functools.partial(log.append, name), wait=lambda _: log.append("wait")) for name in ("a", "b")}
     clock.in_turn(variants, {name: Figures() for name in variants}, rounds=1, calls=2, profiled_calls=0)
-    assert log == [x for name in "ab" for x in ("clock", name, "wait", "end", "clock", name, name, "wait", "end")]
+    assert log == [
+        x for name in "ab" for x in (name, "wait", "clock", name, "wait", "end", "clock", name, name, name, "wait", "end")
+    ]
 
 
 def test_the_process_of_a_job_prints_its_rows(capsys, monkeypatch):

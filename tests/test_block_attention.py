@@ -147,8 +147,9 @@ SMALL = {"width": 192, "rank": 128}
             holes=[(0, 1, -1), (1, 0, 21), (1, 1, -7), (2, 2, -1), (2, 5, 2**31 - 1)],  # (2, 2): a tile's first page only
         ),
         Attention.draw([140, 200], page_size=128, max_blocks=2, block_size=2, heads=1, seed=4, **SMALL),
+        Attention.draw([70], page_size=64, max_blocks=2, block_size=2, heads=1, seed=5),  # two products of values per warpgroup
     ],
-    ids=["ragged", "full pages", "holes", "two tiles a page"],
+    ids=["ragged", "full pages", "holes", "two tiles a page", "wide"],
 )  # fmt: skip
 def test_interpreted_kernels_against_fp64(case):
     operands, static = case.arguments()

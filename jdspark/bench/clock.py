@@ -110,6 +110,14 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
+def seconds_per_call(few: int, of_few: float, many: int, of_many: float) -> float:
+    """Seconds of a call by what so many in a row take longer than so few: what a row has besides, at its ends, is not in it.
+
+    On a busy CPU the difference of two short rows may be anything; where the longer one took less, its calls are what there is.
+    """
+    return (of_many - of_few) / (many - few) if of_many > of_few else of_many / many
+
+
 def median_seconds(call: Callable[[], Any], rounds: int) -> float:
     """The median host seconds of several calls."""
     return statistics.median(seconds_of(call) for _ in range(rounds))
@@ -180,7 +188,7 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
     A variant that raises gets the message in its figures and stops no other.
 
     Args:
-        calls: of each variant in each round, back to back, behind one that is waited for and not counted; fewer of a slow one.
+        calls: of each variant in each round, back to back, fewer of a slow one: what these and one take longer than one.
         profiled_calls: of each variant under the profiler; 0 leaves the profile out, as on a CPU, where there is none.
     """
     wall: dict[str, list[float]] = {name: [] for name in variants}
@@ -190,10 +198,11 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
             if figures[name].error:
                 continue
             with _noting(figures[name]):
-                # the calls before were another variant's, which are not what a caller's next one follows
+                repeat(variant, 1)  # the calls before were another variant's, which are not what a caller's next one follows
                 once = seconds_of(functools.partial(repeat, variant, 1))
                 some = min(calls, max(LEAST_CALLS, int(ROUND_SECONDS / max(once, 1e-6))))
-                wall[name].append(seconds_of(functools.partial(repeat, variant, some)) / some / variant.steps)
+                several = seconds_of(functools.partial(repeat, variant, 1 + some))
+                wall[name].append(seconds_per_call(1, once, 1 + some, several) / variant.steps)
                 if variant.device_seconds is not None:
                     device[name].append(variant.device_seconds(some) / some / variant.steps)
     for name, variant in variants.items():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config import DrafterConfig
-from .clock import median_seconds
+from .clock import median_seconds, seconds_per_call
 
 BYTES_PER_INT = 4
 
@@ -106,5 +106,4 @@ def copy_bandwidth(num_bytes: int) -> float:
 
     copies(1)
     few, many = (median_seconds(functools.partial(copies, times), 5) for times in (10, 30))
-    # on a busy CPU the difference of two short runs may be anything; a GPU's is what counts
-    return 20 * 2 * source.nbytes / (many - few if many > few else many * 2 / 3)
+    return 2 * source.nbytes / seconds_per_call(10, few, 30, many)

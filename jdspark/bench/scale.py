@@ -59,7 +59,7 @@ class Scale:
     rounds: int = 7
     calls: int = 20
     step_calls: int = 60
-    """Of the whole step, back to back: what the first one takes until the device begins is in the wall time of all."""
+    """Of the whole step, back to back."""
     profiled_calls: int = 8
     sets: int = 3
     """Operands that are taken in turn."""

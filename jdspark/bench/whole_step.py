@@ -17,7 +17,7 @@ from ..paths import step_compiler_options
 from ..state import Changing, DecodeState, joined, split
 from ..step import DecodeStep, StepInputs, decode_step, make_decode_step
 from .bookkeeping import Carried, copies_pool
-from .clock import Variant, describe, or_raise, seconds_of
+from .clock import Variant, describe, or_raise, seconds_of, seconds_per_call
 from .scale import Scale
 
 MAIN: dict[str, StepOptions] = {
@@ -96,8 +96,8 @@ def run_loop(loop: Any, params: DrafterParams, carried: Carried, sets: Sequence[
 def loop_seconds(run: Callable[[int], None]) -> float:
     """Device seconds of one run of a loop: two less one, so that the host's part of a call is not in it."""
     run(1)  # the calls before may have been other executables'; their command buffers are not this one's
-    once = seconds_of(functools.partial(run, 1))
-    return seconds_of(functools.partial(run, 2)) - once
+    once, twice = (seconds_of(functools.partial(run, times)) for times in (1, 2))
+    return seconds_per_call(1, once, 2, twice)
 
 
 def variant(
