@@ -22,8 +22,8 @@ from .streamed_product import ROWS_BY_COLUMNS
 
 def most_nope(rows: int) -> int:
     """The most of `nope` that the programs have shared memory for beside so many rows."""
-    fixed = 2 * TILE * TILE + rows * TILE * (2 + 2 + 4)
-    return (SHARED_BYTES - fixed) // (2 * TILE + 2 * rows) // TILE * TILE
+    swap, rope, staged, transposed = 2 * TILE * TILE, 2 * rows * TILE, 2 * rows * TILE, 4 * rows * TILE
+    return (SHARED_BYTES - swap - rope - staged - transposed) // (2 * TILE + 2 * rows) // TILE * TILE
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))

@@ -1,7 +1,7 @@
 """The drafter's layers with every product in kernels that stream the weights: nine launches a layer, two of them attention's.
 
-Between a layer's parts the rows stay padded, zeros behind the last one. Against the plain definition, sums
-are as long and as exact, but RMSNorm multiplies by the row's factor behind the product instead of ahead of it.
+Between a layer's parts the rows stay padded, zeros behind the last one. Against the plain definition, sums are as long and as
+exact, but RMSNorm multiplies by the row's factor behind the product instead of ahead of it.
 """
 
 from __future__ import annotations
