@@ -444,11 +444,10 @@ def split(
                     decay = plgpu.load(decay_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                     totals = [total * lax.broadcast_in_dim(decay, total.shape, [0]) for total in totals]
                     plgpu.barrier_wait(weights_full)
-                    values = [kv_smem.at[slot, :, columns(i * product_columns, product_columns)] for i in range(len(totals))]
-                    for i, columns_of in enumerate(values):
-                        [totals[i]] = add_products([totals[i]], weights_smem, [columns_of])
+                    for i, column in enumerate(range(0, half, product_columns)):
+                        totals[i] = add_product(totals[i], weights_smem, kv_smem.at[slot, :, columns(column, product_columns)])
                         # on their way while the next are multiplied; the queries have done their duty, all scores are there
-                        pl.when(t == piece.high - 1)(functools.partial(leave, piece, i * product_columns, totals[i]))
+                        pl.when(t == piece.high - 1)(functools.partial(leave, piece, column, totals[i]))
                     plgpu.barrier_arrive(weights_free)
                     plgpu.barrier_arrive(kv_free.at[slot])
                     return totals
@@ -504,16 +503,11 @@ def score_product(queries: Ref, keys: Ref) -> jax.Array:
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
 
 
-def add_products(totals: list[jax.Array], a: Ref, bs: list[Ref]) -> list[jax.Array]:
-    """The totals plus the product of `a` with each of `bs`."""
+def add_product(total: jax.Array, a: Ref, b: Ref) -> jax.Array:
+    """`total + a @ b`."""
     if jax.default_backend() != "gpu":
-        return [total + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32)) for total, b in zip(totals, bs)]
-
-    def multiply(accumulators: list[Ref]) -> None:
-        for accumulator, b in zip(accumulators, bs):
-            plgpu.wgmma(accumulator, a, b)
-
-    return pl.run_state(multiply)([plgpu.ACC.init(total) for total in totals])
+        return total + jnp.dot(a[...].astype(jnp.float32), b[...].astype(jnp.float32))
+    return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.ACC.init(total))
 
 
 def splat(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:

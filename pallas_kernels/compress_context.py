@@ -8,8 +8,7 @@ from jdspark.config import DrafterConfig
 from jdspark.ops.linear import linear
 from jdspark.params import DrafterParams
 
-from .launch import TILE
-from .streamed_product import Normed, normed_rows, streamed_product, unsupported, whole_rows
+from .streamed_product import FEW_ROWS, Normed, normed_rows, streamed_product, unsupported, whole_rows
 
 __all__ = ["compress_context", "unsupported"]
 
@@ -29,9 +28,9 @@ def compress_context(params: DrafterParams, config: DrafterConfig, captured: jax
 def projected(fc: jax.Array, norm: jax.Array, captured: jax.Array) -> Normed:
     """`captured @ fc.T` and most of the norm behind it.
 
-    Above 64 rows by XLA's product, which is faster there: its programs have more rows of the weights for each of x.
+    With more than a few rows by XLA's product, which is faster: its programs have more rows of the weights for each of x.
     """
-    if captured.shape[0] > TILE:
+    if captured.shape[0] > FEW_ROWS:
         return normed_rows(linear(captured, fc), norm)
     (result,) = streamed_product(captured.astype(fc.dtype), [fc], next_norms=[norm], name="context_projection")
     return result.normed

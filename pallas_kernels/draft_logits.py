@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jdspark.drafter import ProductShape
 from jdspark.params import DrafterParams
 
-from . import streamed_product as streaming
-from .launch import TILE
-from .streamed_product import streamed_product, whole_rows
+from .streamed_product import FEW_ROWS, streamed_product, whole_rows
+from .streamed_product import unsupported as unsupported_product
 
 
 def unsupported(shape: ProductShape) -> str | None:
     """None if the kernel can run this product here, and not slower than XLA's, else the reason."""
-    if reason := streaming.unsupported(shape):
+    if reason := unsupported_product(shape):
         return reason
-    return f"it has {shape.rows} rows, XLA's product is faster above {TILE}" if shape.rows > TILE else None
+    return f"it has {shape.rows} rows, XLA's product is faster above {FEW_ROWS}" if shape.rows > FEW_ROWS else None
 
 
 def draft_logits(params: DrafterParams, slot_hidden: jax.Array) -> jax.Array:

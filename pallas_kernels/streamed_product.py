@@ -83,6 +83,9 @@ class Result(NamedTuple):
 MAX_ROWS = 256
 """Rows that an instruction multiplies and the copy engine brings at once."""
 
+FEW_ROWS = 64
+"""Up to so many a program takes in little enough of x: none shares its contraction, and XLA's wide products are no faster."""
+
 
 def unsupported_rows(rows: int, dtypes: Sequence[str]) -> str | None:
     """None if products of so many rows with weights of these dtypes can run here, else the reason."""
@@ -109,7 +112,7 @@ def unsupported(shape: ProductShape) -> str | None:
 
 def padded(rows: int) -> int:
     """How many rows `streamed_product` is given for so many: a multiple of 8, of 16 where two programs may divide them."""
-    step = CORE if rows <= TILE else 2 * CORE
+    step = CORE if rows <= FEW_ROWS else 2 * CORE
     return ceil_div(rows, step) * step
 
 
@@ -126,7 +129,7 @@ def normed_rows(h: jax.Array, norm: jax.Array) -> Normed:
     return Normed((wide * norm.astype(jnp.float32)).astype(h.dtype), squares)
 
 
-CLUSTERS = (1, 2, 4)
+CLUSTERS = (2, 4)
 """Programs that may divide a contraction."""
 
 LEAST_STRETCH = 1024
@@ -161,8 +164,8 @@ def rows_and_cluster(
         return whole and LEAST_STRETCH * cluster <= K and programs >= 2 * cluster
 
     # in the interpreter no program knows another's memory
-    divisible = rows > TILE and group is None and jax.default_backend() == "gpu"
-    clusters = [1, *(c for c in CLUSTERS[1:] if divisible and possible(c))]
+    divisible = rows > FEW_ROWS and group is None and jax.default_backend() == "gpu"
+    clusters = [1, *(c for c in CLUSTERS if divisible and possible(c))]
     return min(itertools.product(fitting, clusters), key=lambda choice: copied(*choice))
 
 
@@ -197,7 +200,7 @@ class Division:
         chunks = K // chunk // cluster
         folds = next(f for f in range(fitting, 0, -1) if chunks % f == 0)
         unused = (TILE - folds * owned) * chunk * 2  # what the multiplication of the last stage reads behind it
-        ring_bytes = SHARED_BYTES - (2 << 10) - TILE * folds * rows * 4
+        ring_bytes = SHARED_BYTES - TILE * folds * rows * 4 - (2 << 10)  # the sums, and what a norm's reductions take
         stages = min(chunks // folds, MAX_STAGES, (ring_bytes - unused) // (folds * (owned + rows) * chunk * 2))
         columns = owned // 2 if gated else owned
         return cls(tuple(n // columns for n in widths), columns, owned, chunk, folds, chunks // folds, stages, cluster)

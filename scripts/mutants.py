@@ -206,7 +206,7 @@ MUTANTS = (
     pallas("block_layers", "normed_rows(linear(captured, fc), norm)", "normed_rows(linear(captured, fc), norm * 2)",
            file="compress_context"),
     pallas("block_attention", "t == piece.high - 1", "t == piece.low"),
-    pallas("block_attention", "leave, piece, i * product_columns", "leave, piece, 0 * product_columns"),
+    pallas("block_attention", "leave, piece, column, totals", "leave, piece, 0, totals"),
     pallas("block_attention", "total[:, start - column : start", "total[:, 0 : start"),
     # Triton
     triton("refresh_block_tables", "(encoded >= 0)", "(encoded > 0)"),

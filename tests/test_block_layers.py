@@ -187,7 +187,7 @@ def test_attention_operands(rows):
     """
     rng = np.random.default_rng(4)
     heads, nope, rank, rope, length = 2, 64, 128, 128, 50
-    there = max(8, padded(rows))
+    there = padded(rows)
     (q, q64), (k_b, k_b64), (compressed, _), (norm, _) = (
         draw(rng, there, heads * (nope + rope)), draw(rng, heads, nope, rank), draw(rng, there, rank + rope), draw(rng, rank)
     )  # fmt: skip

@@ -412,17 +412,17 @@ def compare_step_bits(
         }
 
         outputs, state = step(params, state, inputs)
+        ours = named_arrays(outputs)
 
         for side, (run_twin, their_state) in twins.items():
             theirs = named_arrays(run_twin(torch_inputs))
-            for name, ours in named_arrays(outputs).items():
-                enter(side, name, ours, theirs[name])
+            for name, array in ours.items():
+                enter(side, name, array, theirs[name])
             enter_state(side, their_state)
         for of_fast, counted in fast.items():
             for name, array in named_arrays(fast_outputs[of_fast]).items():
-                ours = named_arrays(outputs)[name]
                 differ, total = counted.get(name, (0, 0))
-                counted[name] = (differ + max(compare(array, ours).mismatches, 0), total + ours.size)
+                counted[name] = (differ + max(compare(array, ours[name]).mismatches, 0), total + ours[name].size)
         schedule.made(outputs)
     return BitsReport(list(rows.values()), fast, schedule.accepted, step, state)
 
