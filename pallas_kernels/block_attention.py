@@ -38,6 +38,7 @@ from .launch import (
     Ref,
     ceil_div,
     interpreter,
+    store,
     struct,
     why_no_wgmma,
     zero,
@@ -386,8 +387,8 @@ def split(
                 start = (splat(LOWEST, (ROWS,), layout), splat(0, (ROWS,), layout))
                 maximum, total = lax.fori_loop(piece.low, piece.high, tile, start)
                 plgpu.barrier_arrive(q_free)
-                stats[row_block, 0, :, program + b] = maximum
-                stats[row_block, 1, :, program + b] = total
+                store(stats.at[row_block, 0, :, program + b], maximum)
+                store(stats.at[row_block, 1, :, program + b], total)
 
                 @pl.when(piece.low == 0)
                 def _first() -> None:
@@ -589,7 +590,7 @@ def merge(sums: jax.Array, stats: jax.Array, bounds: jax.Array, *, num_rows: int
         @pl.when(warpgroup == 0)
         def _finish() -> None:
             parts = [plgpu.load(sums_smem.at[i], layout=layout, optimized=False) for i in range(warpgroups)]
-            out[b, row, part] = summed(parts).astype(out.dtype)
+            store(out.at[b, row, part], summed(parts).astype(out.dtype))
 
     return plgpu.kernel(
         attention_merge,

@@ -86,6 +86,20 @@ def struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
+_store: Any = getattr(plgpu, "store", None)
+
+
+def store(target: Ref, values: jax.Array) -> None:
+    """`target[...] = values` where threads write side by side too little for the widest accesses.
+
+    JAX 0.12 refuses such a store unless it is told to make it, and JAX 0.11 has no way to be told.
+    """
+    if _store is None or not values.ndim:
+        target[...] = values
+    else:
+        _store(target, values, optimized=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A run of a row that a warpgroup holds as one vector; a run of one element is held as a scalar."""
@@ -118,7 +132,7 @@ class Piece:
 
     def store(self, row: Ref, values: jax.Array, start: Any = 0) -> None:
         """Write the piece of a one-dimensional ref; where pieces overlap they must hold the same values."""
-        row[start + self.start if self.size == 1 else pl.ds(start + self.start, self.size)] = values
+        store(row.at[start + self.start if self.size == 1 else pl.ds(start + self.start, self.size)], values)
 
     def positions(self) -> jax.Array:
         """The index of every element within its row."""

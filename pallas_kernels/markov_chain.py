@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .grid_barrier import grid_barrier, launch_semaphore, multiprocessors
-from .launch import CORE, SWIZZLED, TILE, WARP, WARPS, Ref, ceil_div, interpreter, launch, pieces, struct, why_no_wgmma
+from .launch import CORE, SWIZZLED, TILE, WARP, WARPS, Ref, ceil_div, interpreter, launch, pieces, store, struct, why_no_wgmma
 from .row_argmax import NOT_FOUND, first_best, merged, order_keys, ordered, part_start, part_width
 
 REQUESTS = 8
@@ -114,9 +114,10 @@ def one_launch(
             plgpu.commit_smem()
             for part, x in zip(parts, logits):
                 x = x + load(bias_smem.at[part]).astype(jnp.float32)
-                corrected[part, i, mine] = x
+                store(corrected.at[part, i, mine], x)
                 order = ordered(x, functools.partial(splat, shape=x.shape))
-                keys[i, part, program], indices[i, part, program] = best(order, positions(x.shape) + start)
+                for of_program, found in zip((keys, indices), best(order, positions(x.shape) + start)):
+                    store(of_program.at[i, part, program], found)
             if on_gpu:
                 grid_barrier(semaphore, i, programs)
             winners = []
@@ -129,7 +130,7 @@ def one_launch(
             @pl.when(program == 0)
             def _write() -> None:
                 for part, winner in zip(parts, winners):
-                    tokens[part, i] = winner
+                    store(tokens.at[part, i], winner)
 
             if together == 1:
                 return winners
@@ -202,7 +203,7 @@ def multiply(weights: Ref, embeddings: Ref, bias: Ref) -> None:
         return [accumulator[...] for accumulator in accumulators]
 
     for tile, product in zip(tiles, pl.run_scoped(sums, [plgpu.ACC((TILE, REQUESTS), jnp.float32) for _ in tiles])):
-        bias.at[:, tile].transpose((1, 0))[...] = product.astype(bias.dtype)
+        store(bias.at[:, tile].transpose((1, 0)), product.astype(bias.dtype))
 
 
 def launches_per_slot(base_logits: jax.Array, anchor: jax.Array, w1: jax.Array, w2: jax.Array) -> tuple[jax.Array, jax.Array]:

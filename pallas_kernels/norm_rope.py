@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import WARPGROUP, Piece, Ref, launch, pieces, struct
+from .launch import WARPGROUP, Piece, Ref, launch, pieces, store, struct
 
 
 @functools.partial(jax.jit, static_argnames=("eps",))
@@ -119,10 +119,10 @@ def normed_pairs(row: Ref, weight: Ref, rank: int, eps: float, z: jax.Array) -> 
         return plgpu.layout_cast(lax.broadcast(jnp.asarray(value, dtype), shape), layout)
 
     def part(chunk: pl.Slice, numbers: jax.Array, w: jax.Array) -> Part:
-        def store(target: Ref, values: jax.Array) -> None:
-            target[chunk] = values
+        def store_chunk(target: Ref, values: jax.Array) -> None:
+            store(target.at[chunk], values)
 
-        return Part((w * (numbers * scale)).astype(row.dtype), store, splat)
+        return Part((w * (numbers * scale)).astype(row.dtype), store_chunk, splat)
 
     x = [load(row, chunk) for chunk in chunks]
     weights = [load(weight, chunk) for chunk in chunks]

@@ -33,7 +33,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jdspark.drafter import ProductShape
 
 from .cluster import RANK, cluster_barrier, load_of, meet
-from .launch import CORE, MULTIPROCESSORS, SHARED_BYTES, SWIZZLED, TILE, Ref, ceil_div, interpreter, struct, why_no_wgmma, zero
+from .launch import (
+    CORE,
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    SWIZZLED,
+    TILE,
+    Ref,
+    ceil_div,
+    interpreter,
+    store,
+    struct,
+    why_no_wgmma,
+    zero,
+)
 
 CHUNKS = (512, 256, 128, 64)
 """How much of the contraction one copy may have."""
@@ -345,7 +358,7 @@ def streamed_product(
 
             ahead = known(0)  # on its way while the product is made
             known_norm = load_norm(gmem.norms[0], of_tile) if len(widths) == 1 and gmem.norms[0] is not None else None
-            sums_smem[...] = sums(w_smem, x_smem, full, free, division)
+            store(sums_smem, sums(w_smem, x_smem, full, free, division))
             if meetings:
                 meet(meetings[0])
 
@@ -378,14 +391,14 @@ def streamed_product(
                 values = values.astype(dtype)
                 values_ref, scaled_ref, squares_ref = gmem.results[i]
                 if values_ref is not None:
-                    values_ref[rows_of(turn), place] = values.astype(values_ref.dtype)
+                    store(values_ref.at[rows_of(turn), place], values.astype(values_ref.dtype))
                 if scaled_ref is None:
                     return
                 values = values.astype(jnp.float32)
                 norm = load_norm(gmem.norms[i], place) if known_norm is None else known_norm
                 scaled = values * lax.broadcast_in_dim(norm, values.shape, [1])
-                scaled_ref[rows_of(turn), place] = scaled.astype(dtype)
-                squares_ref[rows_of(turn), number] = jnp.sum(values * values, axis=1)
+                store(scaled_ref.at[rows_of(turn), place], scaled.astype(dtype))
+                store(squares_ref.at[rows_of(turn), number], jnp.sum(values * values, axis=1))
                 if parts[i] > division.tiles[i]:
                     fill_zeros(squares_ref.at[rows_of(turn)], number, division.tiles[i], parts[i])
 
@@ -400,7 +413,8 @@ def streamed_product(
         @pl.when(number == 0)
         def _fill() -> None:
             for part in range(first, end):
-                squares_ref[:, part] = plgpu.layout_cast(jnp.zeros((rows_at_once,), jnp.float32), ROWS_BY_COLUMNS.reduce(1))
+                zeros = plgpu.layout_cast(jnp.zeros((rows_at_once,), jnp.float32), ROWS_BY_COLUMNS.reduce(1))
+                store(squares_ref.at[:, part], zeros)
 
     stream.__name__ = name
     out_types = []

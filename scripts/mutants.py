@@ -185,7 +185,7 @@ MUTANTS = (
     pallas("block_layers", "+ jnp.float32(eps)", "", file="streamed_product"),
     pallas("block_layers", "values = values + added", "values = values", file="streamed_product"),
     pallas("block_layers", "* side(1, turn", "* side(0, turn", file="streamed_product"),
-    pallas("block_layers", "squares_ref[rows_of(turn), number]", "squares_ref[rows_of(turn), 0]", file="streamed_product"),
+    pallas("block_layers", "squares_ref.at[rows_of(turn), number]", "squares_ref.at[rows_of(turn), 0]", file="streamed_product"),
     pallas("block_layers", "parts[i] > division.tiles[i]", "parts[i] < 0", file="streamed_product"),
     pallas("block_layers", "w.layer if isinstance", "0 if isinstance", file="streamed_product"),
     pallas("block_layers", "lax.rem(start, jnp.int32(group)) if group", "start if group", file="streamed_product"),
