@@ -116,8 +116,9 @@ def one_launch(
                 x = x + load(bias_smem.at[part]).astype(jnp.float32)
                 store(corrected.at[part, i, mine], x)
                 order = ordered(x, functools.partial(splat, shape=x.shape))
-                for of_program, found in zip((keys, indices), best(order, positions(x.shape) + start)):
-                    store(of_program.at[i, part, program], found)
+                key, index = best(order, positions(x.shape) + start)
+                store(keys.at[i, part, program], key)
+                store(indices.at[i, part, program], index)
             if on_gpu:
                 grid_barrier(semaphore, i, programs)
             winners = []

@@ -10,6 +10,7 @@ import re
 import stat
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,25 @@ def test_a_slow_variant_is_called_less(monkeypatch, seconds, calls):
     variant = Variant(lambda: ran.append(None), lambda _: None, device_seconds=lambda some: asked.append(some) or 1.0)
     clock.in_turn({"one": variant}, {"one": Figures()}, rounds=2, calls=60, profiled_calls=0)
     assert asked == [calls, calls]
-    assert len(ran) == 2 * (1 + 1 + 1 + calls)
+    assert len(ran) == 2 * (1 + 8 + 1 + 1 + calls), "one behind another variant's, for the dispatch, one, one and several"
+
+
+def test_dispatch_is_the_hosts_part_of_a_call(monkeypatch):
+    now = 0.0
+
+    def passes(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(clock, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    variants = {
+        "step": Variant(lambda: passes(0.001), lambda _: passes(0.004)),
+        "loop": Variant(lambda: passes(0.001), lambda _: passes(0.004), steps=2, one_dispatch=True),
+    }
+    figures = {name: Figures() for name in variants}
+    clock.in_turn(variants, figures, rounds=3, calls=5, profiled_calls=0)
+    assert (figures["step"].dispatch_us, figures["step"].wall_us) == (pytest.approx(1000), pytest.approx(1000))
+    assert figures["loop"].dispatch_us is None, "a call is more than a step"
 
 
 def test_figures_of_a_profile_are_per_step(monkeypatch):

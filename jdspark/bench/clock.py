@@ -42,6 +42,9 @@ class Figures:
 
     wall_us: float | None = None
     """Host clock, calls back to back, from the first dispatch to the last result."""
+    dispatch_us: float | None = None
+    """Host clock per call of a few back to back, too few for the device's queue to fill, until they have returned: where the
+    host takes longer than the device, this is what `wall_us` shows. None where a call is many steps."""
     device_us: float | None = None
     """Device time, launch gaps inside a step included; `device_clock` says how it was taken."""
     device_clock: str = ""
@@ -108,6 +111,17 @@ def seconds_of(call: Callable[[], Any]) -> float:
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
+
+
+def dispatch_seconds(variant: Variant, calls: int) -> float:
+    """Host seconds of each of so many calls back to back, until they have returned; then waits for what they began."""
+    result = None
+    started = time.perf_counter()
+    for _ in range(calls):
+        result = variant.run()
+    seconds = time.perf_counter() - started
+    variant.wait(result)
+    return seconds / calls
 
 
 def seconds_per_call(few: int, of_few: float, many: int, of_many: float) -> float:
@@ -193,12 +207,15 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
     """
     wall: dict[str, list[float]] = {name: [] for name in variants}
     device: dict[str, list[float]] = {name: [] for name in variants}
+    dispatch: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, variant in variants.items():
             if figures[name].error:
                 continue
             with _noting(figures[name]):
                 repeat(variant, 1)  # the calls before were another variant's, which are not what a caller's next one follows
+                if variant.steps == 1:
+                    dispatch[name].append(dispatch_seconds(variant, LEAST_CALLS))
                 once = seconds_of(functools.partial(repeat, variant, 1))
                 some = min(calls, max(LEAST_CALLS, int(ROUND_SECONDS / max(once, 1e-6))))
                 several = seconds_of(functools.partial(repeat, variant, 1 + some))
@@ -210,6 +227,8 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
         if of_variant.error:
             continue
         of_variant.wall_us = statistics.median(wall[name]) * 1e6
+        if dispatch[name]:
+            of_variant.dispatch_us = statistics.median(dispatch[name]) * 1e6
         if device[name]:
             of_variant.device_us, of_variant.device_clock = statistics.median(device[name]) * 1e6, variant.device_clock
         elif profiled_calls and variant.one_dispatch:

@@ -460,7 +460,7 @@ def part_rows(run: Run) -> Iterator[Row]:
         build: Build = {name: functools.partial(work.variant, of, flush) for name, of in compiled.items()}
         for row in run.measured("part", cell, columns, build, not_run, calls=scale.calls):
             if flush is not None:  # the host's clock saw the flush, too
-                row.figures.wall_us = None
+                row.figures.wall_us = row.figures.dispatch_us = None
             yield run.with_floor(row, moved[names[row.name][0]].total)
         del work, compiled, build
         forget(None)

@@ -26,6 +26,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "graphs": lambda row: number(row.figures.graph_launches, 2),
     "loose": lambda row: number(row.figures.loose_launches),
     "wall us": lambda row: number(row.figures.wall_us),
+    "dispatch us": lambda row: number(row.figures.dispatch_us),
     "MB": lambda row: "" if row.bytes is None else f"{row.bytes / 1e6:.2f}",
     "floor us": lambda row: number(row.floor_us),
     "ratio": lambda row: ratio(row),
