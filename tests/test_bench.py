@@ -350,6 +350,8 @@ def test_kernels_and_spans_of_a_profile():
     assert copy.kernel_us(1) == pytest.approx(0.007)
     assert calls.graphs == 0
     assert calls.loose == 6
+    sorting = [(name.replace("copy", "void cub::sort<int>"), *rest) for name, *rest in KERNELS]
+    assert [len(segment.events) for segment in read(plane("/device:GPU:0", {"Stream #1": sorting}))] == [6, 1]
 
 
 def test_graphs_of_a_profile():

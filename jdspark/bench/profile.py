@@ -108,7 +108,9 @@ def segments_of(profile: ProfileData) -> list[Segment]:
                     tells_graphs |= graph is not None
                     events.append(DeviceEvent(event.start_ns, event.duration_ns, event.name, graph not in (None, 0, "0")))
     events.sort()
-    starts = [index for index, event in enumerate(events) if "sort" in event.name]
+    # by its whole name: attention in torch may sort, too
+    of_marker = next((event.name for event in events if "sort" in event.name), None)
+    starts = [index for index, event in enumerate(events) if event.name == of_marker]
     segments = []
     for start, end in zip(starts, [*starts[1:], len(events)]):
         # every segment is waited for, so the host's calls lie between the two markers as well
@@ -138,7 +140,7 @@ def profile_calls(runs: Sequence[Callable[[], Any]], calls: int, wait: Callable[
     """One segment per function, each called `calls` times and then waited for, from one trace.
 
     Args:
-        runs: compiled and warmed up; none may launch a kernel with `sort` in its name.
+        runs: compiled and warmed up; none may launch XLA's kernel for a sort, which may have the marker's name.
         wait: blocks until the device has done what a function's last result stands for.
 
     Raises:
