@@ -29,10 +29,11 @@ def assert_lossless(report):
     assert all(difference["logit_margin"] < 1e-3 for difference in report.one_token_differences)
 
 
-def test_two_hundred_prompts(pair, prompts):
-    report = check_setting(pair, Setting(8), prompts, max_new_tokens=16)
+@pytest.mark.parametrize("count", [64, pytest.param(200, marks=pytest.mark.long)])
+def test_many_prompts(pair, prompts, count):
+    report = check_setting(pair, Setting(8), prompts[:count], max_new_tokens=16)
     assert_lossless(report)
-    assert report.prompts == 200
+    assert report.prompts == count
     assert report.acceptance_length >= 2.5
     assert report.steps * 2 < report.steps_without_drafting
     assert list(report.acceptance_by_position) == sorted(report.acceptance_by_position, reverse=True)
