@@ -43,8 +43,8 @@ class Figures:
     wall_us: float | None = None
     """Host clock, calls back to back, from the first dispatch to the last result."""
     dispatch_us: float | None = None
-    """Host clock per call of a few back to back, too few for the device's queue to fill, until they have returned: where the
-    host takes longer than the device, this is what `wall_us` shows. None where a call is many steps."""
+    """Host clock per call of a few back to back behind an idle device, too few for its queue to fill, until they have returned:
+    where it is below `device_us`, `wall_us` does not wait for the host. None where a call is many steps."""
     device_us: float | None = None
     """Device time, launch gaps inside a step included; `device_clock` says how it was taken."""
     device_clock: str = ""
@@ -115,10 +115,8 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 def dispatch_seconds(variant: Variant, calls: int) -> float:
     """Host seconds of each of so many calls back to back, until they have returned; then waits for what they began."""
-    result = None
     started = time.perf_counter()
-    for _ in range(calls):
-        result = variant.run()
+    result = dispatch(variant, calls)
     seconds = time.perf_counter() - started
     variant.wait(result)
     return seconds / calls
@@ -207,7 +205,7 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
     """
     wall: dict[str, list[float]] = {name: [] for name in variants}
     device: dict[str, list[float]] = {name: [] for name in variants}
-    dispatch: dict[str, list[float]] = {name: [] for name in variants}
+    dispatched: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, variant in variants.items():
             if figures[name].error:
@@ -215,7 +213,7 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
             with _noting(figures[name]):
                 repeat(variant, 1)  # the calls before were another variant's, which are not what a caller's next one follows
                 if variant.steps == 1:
-                    dispatch[name].append(dispatch_seconds(variant, LEAST_CALLS))
+                    dispatched[name].append(dispatch_seconds(variant, LEAST_CALLS))
                 once = seconds_of(functools.partial(repeat, variant, 1))
                 some = min(calls, max(LEAST_CALLS, int(ROUND_SECONDS / max(once, 1e-6))))
                 several = seconds_of(functools.partial(repeat, variant, 1 + some))
@@ -227,8 +225,8 @@ def in_turn(variants: dict[str, Variant], figures: dict[str, Figures], *, rounds
         if of_variant.error:
             continue
         of_variant.wall_us = statistics.median(wall[name]) * 1e6
-        if dispatch[name]:
-            of_variant.dispatch_us = statistics.median(dispatch[name]) * 1e6
+        if dispatched[name]:
+            of_variant.dispatch_us = statistics.median(dispatched[name]) * 1e6
         if device[name]:
             of_variant.device_us, of_variant.device_clock = statistics.median(device[name]) * 1e6, variant.device_clock
         elif profiled_calls and variant.one_dispatch:
@@ -250,12 +248,17 @@ def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int,
     return figures
 
 
-def repeat(variant: Variant, calls: int) -> None:
-    """That many calls back to back, waited for."""
+def dispatch(variant: Variant, calls: int) -> Any:
+    """That many calls back to back, not waited for: what the last one returned."""
     result = None
     for _ in range(calls):
         result = variant.run()
-    variant.wait(result)
+    return result
+
+
+def repeat(variant: Variant, calls: int) -> None:
+    """That many calls back to back, waited for."""
+    variant.wait(dispatch(variant, calls))
 
 
 def _profile(variants: dict[str, Variant], figures: dict[str, Figures], calls: int) -> None:
