@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -88,8 +89,8 @@ class _Request:
     accepted_drafts: np.ndarray
     next_tokens: np.ndarray
     """`[K+1]`: what the target verifies next, the last token and its drafts."""
-    drawn_row: int = -1
-    """Where the last step's `draft_probabilities` have its drafts'; -1 if they were not drawn."""
+    drawn: bool = False
+    """Whether its drafts were drawn: the engine then keeps what from, at the request's slot."""
     prefilled: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     steps: int = 0
@@ -162,11 +163,18 @@ def _target_tokens(logits: jax.Array, sampling: ops.RowSampling | None) -> jax.A
     return tokens[:, 0]
 
 
+# by slot, so that what is compiled depends on one step's number of rows, not on two steps'
+@functools.partial(jax.jit, donate_argnums=0)
+def _keep_drawn(drawn_from: jax.Array, slots: jax.Array, probabilities: jax.Array) -> jax.Array:
+    """`[slots, K, V]` with a step's `[B, K, V]` at the slots `[B]` of its rows."""
+    return drawn_from.at[slots].set(probabilities)
+
+
 @jax.jit
-def _draft_probabilities(drawn: jax.Array, rows: jax.Array, draft_tokens: jax.Array) -> jax.Array:
-    """`[B, K, V]`: row `rows[b]` of the last step's `[B', K, V]`; for -1, of drafts that were not drawn, one at each draft."""
-    chosen = jax.nn.one_hot(draft_tokens, drawn.shape[-1], dtype=jnp.float32)
-    return jnp.where((rows < 0)[:, None, None], chosen, drawn[rows])
+def _draft_probabilities(drawn_from: jax.Array, slots: jax.Array, drawn: jax.Array, draft_tokens: jax.Array) -> jax.Array:
+    """`[B, K, V]`: what is kept at the rows' slots; where drafts were not drawn (`drawn`, `[B]`), one at each draft."""
+    chosen = jax.nn.one_hot(draft_tokens, drawn_from.shape[-1], dtype=jnp.float32)
+    return jnp.where(drawn[:, None, None], drawn_from[slots], chosen)
 
 
 class Engine:
@@ -250,7 +258,7 @@ class Engine:
         options = dataclasses.replace(StepOptions() if options is None else options, sampling=False)
         self._greedy_step = make_decode_step(config, geometry, options)
         self._sampling_step = make_decode_step(config, geometry, dataclasses.replace(options, sampling=True))
-        self._drawn: jax.Array | None = None
+        self._drawn_from: jax.Array | None = None
         self._cache = target.init_cache(geometry.max_batch + 1, geometry.max_ctx + geometry.max_draft_len)
         self._state = init_state(config, geometry, dtype=params.kv_a_proj.dtype) if self.drafting else None
         self._slots = RequestSlots(geometry)
@@ -455,26 +463,26 @@ class Engine:
             encoded_offsets=self._encoded_offsets(batch),
             slots=slots,
             sampling=sampling,
-            draft_probabilities=None if sampling is None else self._probabilities_of(batch, tokens[:, 1:]),
+            draft_probabilities=None if sampling is None else self._probabilities_of(batch, slots, tokens[:, 1:]),
         )
         step = self._greedy_step if sampling is None else self._sampling_step
         outputs, self._state = step(self.params, self._state, inputs)
-        self._drawn = outputs.draft_probabilities
-        for row, request in enumerate(batch):
-            request.drawn_row = -1 if sampling is None else row
+        if sampling is not None:
+            self._drawn_from = _keep_drawn(self._drawn_from, slots, outputs.draft_probabilities)
+        for request in batch:
+            request.drawn = sampling is not None
         return dataclasses.replace(
             outputs, draft_probabilities=None, draft_logits=None, confidence=None, intermediates=None
         )  # what stays on the device
 
-    def _probabilities_of(self, batch: list[_Request], draft_tokens: np.ndarray) -> jax.Array:
-        """What a batch's drafts were drawn from; rows move between steps."""
+    def _probabilities_of(self, batch: list[_Request], slots: np.ndarray, draft_tokens: np.ndarray) -> jax.Array:
+        """What a batch's drafts were drawn from; the first call makes room for every slot's."""
         assert self.params.lm_head is not None
-        rows = np.full(len(draft_tokens), -1, np.int32)
-        rows[: len(batch)] = [request.drawn_row for request in batch]
-        drawn = self._drawn
-        if drawn is None:
-            drawn = jnp.zeros((1, self.num_drafts, self.params.lm_head.shape[0]))
-        return _draft_probabilities(drawn, rows, draft_tokens)
+        if self._drawn_from is None:
+            self._drawn_from = jnp.zeros((self.geometry.max_batch + 1, self.num_drafts, self.params.lm_head.shape[0]))
+        drawn = np.zeros(len(slots), bool)
+        drawn[: len(batch)] = [request.drawn for request in batch]
+        return _draft_probabilities(self._drawn_from, slots, drawn, draft_tokens)
 
     def _check_target(
         self, call: str, logits: Any, of_logits: dict[str, int | None], captured: Any, of_captured: dict[str, int | None]

@@ -101,12 +101,16 @@ def check_bounded(op, backend, indices, seed):
 SLOW_BOUNDED = ("norm_rope_store", "pallas")
 """Half a minute in the interpreter; its bits are compared below."""
 
+SLOW_SHAPES = {("norm_rope", "pallas"): (6,)}
+"""As long in the interpreter as all others; in the run of every family."""
+
 
 @pytest.mark.parametrize(
     ("op", "backend"), [pytest.param(*pair, marks=[pytest.mark.long] * (pair == SLOW_BOUNDED)) for pair in BOUNDED]
 )
 def test_kernel_stays_within_its_bound(op, backend):
-    check_bounded(op, backend, range(len(SHAPES)), seed=2)
+    slow = SLOW_SHAPES.get((op, backend), ())
+    check_bounded(op, backend, [index for index in range(len(SHAPES)) if index not in slow], seed=2)
 
 
 @pytest.mark.long

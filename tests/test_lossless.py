@@ -29,7 +29,7 @@ def assert_lossless(report):
     assert all(difference["logit_margin"] < 1e-3 for difference in report.one_token_differences)
 
 
-@pytest.mark.parametrize("count", [64, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [32, pytest.param(200, marks=pytest.mark.long)])
 def test_many_prompts(pair, prompts, count):
     report = check_setting(pair, Setting(8), prompts[:count], max_new_tokens=16)
     assert_lossless(report)

@@ -152,13 +152,19 @@ def test_explain_and_the_log_say_why(params, geometry, caplog):
     assert explained["draft_logits"] == "xla (there is no lm_head)"
 
 
-@pytest.mark.parametrize("layout", ["layer_major", pytest.param("page_major", marks=pytest.mark.long)])
-def test_fused_kernels_in_the_whole_step(params, geometry, layout):
+@pytest.mark.parametrize(
+    ("layout", "prompt_lens", "num_steps"),
+    [
+        ("layer_major", (5,), 2),
+        pytest.param("layer_major", (9, 5), 3, marks=pytest.mark.long),
+        pytest.param("page_major", (9, 5), 3, marks=pytest.mark.long),
+    ],
+)
+def test_fused_kernels_in_the_whole_step(params, geometry, layout, prompt_lens, num_steps):
     """Pallas (interpreted) on JAX's side, Triton (interpreted) on torch's: every bit of the carried steps."""
     options = StepOptions(backend="pallas", fused_prologue=True)
-    report = compare_steps(
-        TINY, params, dataclasses.replace(geometry, layout=layout), num_steps=2, prompt_lens=(9, 5), options=options
-    )
+    geometry = dataclasses.replace(geometry, layout=layout)
+    report = compare_steps(TINY, params, geometry, num_steps=num_steps, prompt_lens=prompt_lens, options=options)
     assert report.agreed, {row.op: row.failures[:1] for row in [*report.exact_rows, *report.bounded_rows] if row.failures}
 
 

@@ -67,16 +67,25 @@ BATCHES = pytest.mark.parametrize(("prompt_lens", "dummy_rows"), [((9,), 0), ((9
 SMALL_PAGES = dataclasses.replace(GEOMETRY, page_size=8, max_blocks_per_seq=28)
 
 
-@SWITCHES
+@pytest.mark.parametrize(
+    ("fused", "overlap", "num_steps"),
+    [
+        (False, False, 20),
+        (False, True, 20),
+        (True, True, 6),
+        pytest.param(True, True, 20, marks=pytest.mark.long),
+        pytest.param(True, False, 20, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize(
     ("prompt_lens", "dummy_rows"),
     [pytest.param((9,), 0, id="B1", marks=pytest.mark.long), pytest.param((9, 5, 12), 1, id="B4")],
 )
-def test_switches_over_twenty_steps(params, fused, overlap, prompt_lens, dummy_rows):
+def test_switches_over_carried_steps(params, fused, overlap, num_steps, prompt_lens, dummy_rows):
     """On the torch side fused means the Triton kernels, interpreted without a GPU; the JAX side is the plain path there."""
     options = StepOptions(fused_prologue=fused, overlap_context_projection=overlap)
     report = compare_steps(
-        TINY, params, SMALL_PAGES, num_steps=20, prompt_lens=prompt_lens, dummy_rows=dummy_rows, options=options
+        TINY, params, SMALL_PAGES, num_steps=num_steps, prompt_lens=prompt_lens, dummy_rows=dummy_rows, options=options
     )
     assert report.agreed, failures(report)
 
