@@ -21,7 +21,15 @@ def prompts(count, *, seed=0, longest=60):
     return [rng.integers(0, TINY.vocab_size, rng.integers(1, longest)).tolist() for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=["random-layer_major", "random-page_major", "bigram-layer_major", "bigram-page_major"])
+ENGINES = [
+    "random-layer_major",
+    pytest.param("random-page_major", marks=pytest.mark.long),
+    pytest.param("bigram-layer_major", marks=pytest.mark.long),
+    "bigram-page_major",
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request):
     """Eight slots of 100 tokens; the drafter knows nothing, or most of what comes."""
     drafter, layout = request.param.split("-")

@@ -159,9 +159,10 @@ def test_on_and_off_agree_over_100_steps(params, backend):
 
 @pytest.mark.parametrize("on", [False, True])
 def test_the_executable_has_the_edge_or_not(params, on):
-    """XLA keeps the barrier's operands in what it hands to the GPU, so that off is ordered there as well."""
+    """JAX 0.11's XLA keeps the barrier's operands in what it hands to the GPU, so that off is ordered there as well; JAX 0.12's
+    drops the barrier, and only its schedule orders the two."""
     target = ScriptedTarget(SMALL_K3, GEOMETRY, np.random.default_rng(0))
     inputs = target.step_inputs(np.zeros((3, 7), np.int32), [0, 1, GEOMETRY.dummy_slot])
     step = make_decode_step(SMALL_K3, GEOMETRY, ON if on else OFF)
     compiled = step.lower(params, init_state(SMALL_K3, GEOMETRY), inputs).compile()
-    assert projection_behind_acceptance(compiled.as_text()) != on
+    assert projection_behind_acceptance(compiled.as_text()) == (not on and jax.__version_info__ < (0, 12))
