@@ -87,7 +87,7 @@ def test_every_row_is_there(tmp_path, capsys):
     assert output.startswith("CPU figures")
     assert "whole step" in output
     looks = [line.split(" wall us")[0] for line in output.splitlines() if parts.FIRST_LOOK in line]
-    assert looks == [f"step: B=1 context=48 {name}:" for name in ("torch eager", "jax plain", "jax fused")], "as they come"
+    assert looks == [f"step: B=1 context=48 {name}:" for name in ("jax plain", "jax fused", "torch eager")], "as they come"
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -701,6 +701,41 @@ def test_the_note_reaches_the_row(monkeypatch):
     for rows in (parts.bookkeeping_rows(run, scale.bookkeeping), parts.step_rows(run)):
         notes = [row.figures.note for row in rows if row.name in ("jax xla", "jax plain")]
         assert notes[-1] == "a copy of 4 dimensions"
+
+
+def logged(monkeypatch, log, module, name, label):
+    """The function writes its label into the log, and runs."""
+    original = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: log.append(label) or original(*args, **kwargs))
+
+
+def test_jax_alone_is_timed_before_torch_has_run(monkeypatch):
+    """Of all cells that share a process; by the same clock as in turn."""
+    log = []
+    logged(monkeypatch, log, bookkeeping, "variant", "jax")
+    logged(monkeypatch, log, torch_bench, "bookkeeping_variant", "torch")
+    monkeypatch.setattr(parts, "BACKENDS", {"jax xla": "xla"})
+    cells = (CELL, Cell(1, 48))
+    rows = list(parts.bookkeeping_rows(Run(dataclasses.replace(SMALL, profiled_calls=0), True, 1e9, 0, Deadline(60.0)), cells))
+    assert log == ["jax", "jax", "torch", "jax", "torch", "jax"]
+    measured = [row for row in rows if not row.left_out]
+    assert [(row.name, row.B, row.figures.alone_us is not None) for row in measured] == [
+        (name, cell.B, name == "jax xla") for cell in cells for name in ("torch eager", "jax xla")
+    ]
+    assert all(row.figures.alone_us > 0 for row in measured if row.name == "jax xla")
+
+    log.clear()
+    logged(monkeypatch, log, whole_step, "variant", "jax")
+    logged(monkeypatch, log, torch_bench, "step_variant", "torch")
+    seconds = iter([5e-6, 3e-6, 4e-6, 9e-6, 8e-6])
+    monkeypatch.setattr(whole_step, "loop_seconds", lambda run: next(seconds))
+    left_out = frozenset(whole_step.MAIN) - {"jax plain"}
+    scale = dataclasses.replace(SMALL, rounds=2, step_loop=1, steps_left_out=left_out)
+    first, *_, last = [row for row in parts.step_rows(Run(scale, False, 1e9, 0, Deadline(60.0))) if row.name == "jax plain"]
+    assert log == ["jax", "torch"]
+    assert (first.figures.device_us, first.figures.alone_us) == (pytest.approx(4.0), pytest.approx(4.0))
+    assert (last.figures.device_us, last.figures.alone_us) == (pytest.approx(8.5), pytest.approx(4.0))
+    assert report.shown(last)["alone us"] == "4.0"
 
 
 def test_a_round_begins_with_a_call_that_does_not_count(monkeypatch):

@@ -51,6 +51,9 @@ class Figures:
     """`events` (CUDA events around replays of a graph), `loop` (host clock over one dispatch of a jitted loop of many steps; of
     the whole step over two, see `whole_step.loop_seconds`), `profile` (from the first kernel's start to the last one's end, in
     a profile, which runs no command buffers)."""
+    alone_us: float | None = None
+    """Of JAX's variants, device time by the same clock before anything of torch's had run in the process: once it has, launches
+    inside of CUDA graphs may take longer, JAX's as well, which a caller without torch does not see."""
     kernel_us: float | None = None
     """Kernels and copies alone, from a profile."""
     launches: float | None = None
@@ -246,6 +249,16 @@ def measure(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int,
     variants = {name: variant for name, function in build.items() if (variant := built(function, figures[name])) is not None}
     in_turn(variants, figures, rounds=rounds, calls=calls, profiled_calls=profiled_calls)
     return figures
+
+
+def measure_alone(build: dict[str, Callable[[], Variant]], *, rounds: int, calls: int) -> dict[str, float]:
+    """Microseconds per step of variants whose calls are single dispatches, one after the other: for `Figures.alone_us`."""
+    found = {}
+    for name, function in build.items():
+        of_variant = measure({name: function}, rounds=rounds, calls=calls, profiled_calls=0)[name]
+        if of_variant.wall_us is not None:
+            found[name] = of_variant.wall_us
+    return found
 
 
 def dispatch(variant: Variant, calls: int) -> Any:

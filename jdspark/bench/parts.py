@@ -22,7 +22,7 @@ from ..state import DecodeState
 from ..step import DecodeStep, kernel_shapes
 from . import bookkeeping, step_parts, whole_step
 from .bookkeeping import BACKENDS, Carried, Ready
-from .clock import Deadline, Figures, Variant, built, compile_all, describe, in_turn, measure, trace_all
+from .clock import Deadline, Figures, Variant, built, compile_all, describe, in_turn, measure, measure_alone, trace_all
 from .floors import floor_us, step_bytes
 from .scale import NO_CELL, Cell, Scale, draw_inputs, filled_state
 from .step_parts import PART_OPS, PartRun, cache_flush, part_backends, why_no_part
@@ -36,6 +36,8 @@ FULL_RUN = "it takes a full run"
 LONG_TO_TRACE = "it takes the longest to trace"
 FIRST_LOOK = "a first look, by itself"
 """The note of a row that the same row replaces once all variants of its cell have run in turn."""
+LOOK_ROUNDS = 3
+"""Of a first look."""
 
 SMALLEST_FLOOR_US = 0.5
 """A ratio to less would say nothing."""
@@ -250,7 +252,9 @@ def bookkeeping_rows(
         return unmeasured(part, cell, columns[cell], no_time([*torch_names, *jax_names], left_out))
 
     pace = Pace(run.deadline)
-    for group in itertools.batched(cells, 6):  # compiled side by side
+    # a call is hundreds of steps
+    calls = max(2, run.scale.calls // 4)
+    for number, group in enumerate(itertools.batched(cells, 6)):  # compiled side by side
         if not pace.fits():
             for cell in group:
                 yield from too_late(cell)
@@ -265,14 +269,20 @@ def bookkeeping_rows(
             }
         )
         run.turn()
+        of_jax = {cell: {name: found for (of, name), found in compiled.items() if of == cell} for cell in group}
+        alone: dict[Cell, dict[str, float]] = {}
+        if run.on_gpu and side is not None and number == 0:  # behind the first group torch has run
+            for cell in group:
+                build = work.build(cell, of_jax[cell], (), sets[cell])
+                alone[cell] = measure_alone(build, rounds=LOOK_ROUNDS, calls=calls)
         for cell in group:
             if not run.deadline.left():
                 yield from too_late(cell)
                 continue
-            of_jax = {name: executable for (of, name), executable in compiled.items() if of == cell}
-            build = work.build(cell, of_jax, [name for name in torch_names if name not in left_out], sets[cell])
-            # a call is hundreds of steps
-            yield from run.measured(part, cell, columns[cell], build, left_out, calls=max(2, run.scale.calls // 4))
+            build = work.build(cell, of_jax[cell], [name for name in torch_names if name not in left_out], sets[cell])
+            for row in run.measured(part, cell, columns[cell], build, left_out, calls=calls):
+                row.figures.alone_us = alone.get(cell, {}).get(row.name)
+                yield row
             del build
             forget(side)
 
@@ -286,8 +296,8 @@ def draw_sets(run: Run, cell: Cell, geometry: Geometry) -> list[Ready]:
 def step_rows(run: Run) -> Iterator[Row]:
     """Rows of the whole step, in a pool of the cell's own size: every context page is read.
 
-    Each variant is measured as soon as it is there, and again in turn with the others of its cell when all are. The other
-    combinations of switches come last.
+    Each variant is measured as soon as it is there, JAX's ahead of torch's, and again in turn with the others of its cell when
+    all are. The other combinations of switches come last.
     """
     scale, side = run.scale, torch_side()
     params = scale.drafter(run.seed)
@@ -328,15 +338,15 @@ class StepCell:
         self.floor_bytes = step_bytes(step_parts.bytes_of(run.scale, geometry, cell.B))
 
     def build(self, names: Sequence[str]) -> Build:
-        """The variants; JAX's are compiled side by side when the first of them is built."""
+        """The variants, JAX's first; they are compiled side by side when the first of them is built."""
         options = whole_step.MAIN | whole_step.OTHERS
         torch_names = [name for name in names if name not in options]
-        build: Build = {}
+        of_torch: Build = {}
         if torch_names:
             side = torch_side()
             state, sets = side.torch_state(self.carried.state), side.as_shared(self.sets)
             for name in torch_names:
-                build[name] = functools.partial(side.step_variant, name, self.torch_params, state, sets)
+                of_torch[name] = functools.partial(side.step_variant, name, self.torch_params, state, sets)
         jax_names = [name for name in names if name in options]
         steps = {name: whole_step.make_step(self.run.scale, self.geometry, options[name]) for name in jax_names}
         traced = trace_all(
@@ -362,7 +372,7 @@ class StepCell:
                 self.sets,
             )  # fmt: skip
 
-        return build | {name: functools.partial(variant, name) for name in jax_names}
+        return {name: functools.partial(variant, name) for name in jax_names} | of_torch
 
     def lowering(self, step: DecodeStep, options: StepOptions) -> dict[bool, Callable[[], Any]]:
         """Traces the loop of steps (True), where there is one, and the step (False)."""
@@ -400,7 +410,9 @@ class StepCell:
                 yield row(name, figures=figures[name])
                 continue
             variants[name] = variant
-            in_turn({name: variant}, figures, rounds=1, calls=scale.step_calls, profiled_calls=0)
+            in_turn({name: variant}, figures, rounds=LOOK_ROUNDS, calls=scale.step_calls, profiled_calls=0)
+            if name in whole_step.MAIN or name in whole_step.OTHERS:  # torch's are built behind them
+                figures[name].alone_us = figures[name].device_us
             took[name] = self.run.deadline.passed() - began
             first = dataclasses.replace(figures[name])
             first.add_note(FIRST_LOOK)

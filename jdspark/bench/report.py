@@ -21,6 +21,7 @@ TITLES = {
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "device us": lambda row: number(row.figures.device_us),
     "clock": lambda row: row.figures.device_clock,
+    "alone us": lambda row: number(row.figures.alone_us),
     "kernels us": lambda row: number(row.figures.kernel_us),
     "launches": lambda row: number(row.figures.launches),
     "graphs": lambda row: number(row.figures.graph_launches, 2),
