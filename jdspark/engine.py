@@ -479,7 +479,8 @@ class Engine:
         """What a batch's drafts were drawn from; the first call makes room for every slot's."""
         assert self.params.lm_head is not None
         if self._drawn_from is None:
-            self._drawn_from = jnp.zeros((self.geometry.max_batch + 1, self.num_drafts, self.params.lm_head.shape[0]))
+            shape = self.geometry.max_batch + 1, self.num_drafts, self.params.lm_head.shape[0]
+            self._drawn_from = jnp.zeros(shape, jnp.float32)
         drawn = np.zeros(len(slots), bool)
         drawn[: len(batch)] = [request.drawn for request in batch]
         return _draft_probabilities(self._drawn_from, slots, drawn, draft_tokens)

@@ -271,7 +271,7 @@ def bookkeeping_rows(
         run.turn()
         of_jax = {cell: {name: found for (of, name), found in compiled.items() if of == cell} for cell in group}
         alone: dict[Cell, dict[str, float]] = {}
-        if run.on_gpu and side is not None and number == 0:  # behind the first group torch has run
+        if run.on_gpu and number == 0:  # behind the first group torch has run
             for cell in group:
                 build = work.build(cell, of_jax[cell], (), sets[cell])
                 alone[cell] = measure_alone(build, rounds=LOOK_ROUNDS, calls=calls)
